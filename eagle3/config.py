@@ -1,0 +1,374 @@
+"""Typed run configs: YAML files, dotted `key=value` overrides, and one source for field help.
+
+The docstring under each field is what `--help` prints. An unknown key is an error that names the nearest known
+one; every error of a file is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eagle3.errors import Problem, ProblemsError, problem_error
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every config section: unknown keys are errors, field docstrings are the help text."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class TargetConfig(Section):
+    """The frozen served model."""
+
+    path: str
+    """Folder of the target's checkpoint, or its id on the Hugging Face hub."""
+    name: str | None = None
+    """Name in contracts and reports; default: the last part of `path`, lower-cased."""
+    revision: str | None = None
+    """Hub revision (commit, tag or branch)."""
+    trust_remote_code: bool = False
+    """Run the checkpoint's own Python code (Kimi's tokenizer needs it)."""
+    dtype: Dtype = "bfloat16"
+    """Type the target computes in."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:0`, or `auto` (the first GPU, else the CPU)."""
+
+    @property
+    def contract_name(self) -> str:
+        return self.name or self.path.rstrip("/").split("/")[-1].lower()
+
+
+class ConversationsConfig(Section):
+    """Where conversations come from and how they become token ids."""
+
+    path: str
+    """JSONL or Parquet file of conversations (`messages`, or `prompt` for regeneration)."""
+    limit: PositiveInt | None = None
+    """Use only the first so many conversations."""
+    max_length: PositiveInt = 2048
+    """Longest sample, in tokens; longer ones are cut at the right."""
+    skip_bad: bool = False
+    """Skip and count conversations that cannot be rendered, instead of stopping."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments for the chat template, e.g. `{"enable_thinking": false}`."""
+
+
+class RegenerateConfig(Section):
+    """`eagle3 regenerate`: answers to prompts from the target itself."""
+
+    target: TargetConfig
+    data: ConversationsConfig
+    output: str
+    """JSONL file to write, one conversation a line."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer, in tokens."""
+    batch_size: PositiveInt = 16
+    """Prompts generated at a time."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    seed: NonNegativeInt = 0
+    """Seed of sampling (unused at temperature 0)."""
+
+
+class ExtractConfig(Section):
+    """`eagle3 extract`: the target's hidden states for conversations, as a store."""
+
+    target: TargetConfig
+    data: ConversationsConfig
+    output_indices: list[int]
+    """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
+    output: str
+    """Folder of the hidden-state store."""
+    engine: Literal["transformers"] = "transformers"
+    """What runs the target."""
+    store_dtype: Dtype = "bfloat16"
+    """Type of the stored states."""
+    last_hidden_states: Literal["post_norm", "pre_norm"] = "post_norm"
+    """Store what the target's head reads after or before the final norm."""
+    batch_tokens: PositiveInt = 8192
+    """Tokens in a forward pass, padding included."""
+    shard_max_bytes: PositiveInt = 2 << 30
+    """Largest shard, in bytes."""
+    shard_max_samples: PositiveInt = 1024
+    """Most samples in a shard; a kill loses at most the shard in work."""
+    free_disk_fraction: Fraction = 0.02
+    """Share of the disk that must stay free; extraction is refused if it would not."""
+
+
+class RopeSection(Section):
+    """Rotary position embedding of the drafter."""
+
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    """Scaling kind that both this drafter and the serving engines compute."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the frequencies."""
+    factor: PositiveFloat | None = None
+    """Scaling factor (linear, llama3)."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3 only."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3 only."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """llama3 only, in tokens."""
+
+
+class DraftSection(Section):
+    """Shape of the drafter; what is left out follows the target."""
+
+    num_hidden_layers: PositiveInt = 1
+    """Decoder layers; only 1 is supported (more would make the TTT chains depend on each other)."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the MLP; default: the target's."""
+    num_attention_heads: PositiveInt | None = None
+    """Query heads; default: the target's."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key/value heads; default: the target's."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; default: the target's, else hidden size / query heads."""
+    draft_vocab_size: PositiveInt | None = None
+    """Entries of the draft vocab; default: the target's whole vocab."""
+    max_position_embeddings: PositiveInt | None = None
+    """Longest context it may be served with, in tokens; default: the target's."""
+    rope: RopeSection | None = None
+    """Rotary embedding; default: the target's, refused if its scaling kind is not known here."""
+    norm_output: bool = False
+    """Hand the normed output to the next draft step (EAGLE-3.1; SGLang from 0.5.12.post1)."""
+    init: Literal["target_head", "random"] = "target_head"
+    """Start head and final norm from the target's, or everything at random."""
+
+
+class TTTSection(Section):
+    """Training-time test, arXiv 2503.01840."""
+
+    steps: PositiveInt = 7
+    """Draft steps unrolled."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of step k is decay^k."""
+    chain_rule: Literal["served", "shifted"] = "served"
+    """`served`: exactly the chains that serving starts; `shifted`: SpecForge's rule."""
+
+
+class OptimSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up."""
+    warmup_fraction: Fraction = 0.03
+    """Share of all optimiser steps spent warming up."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the last step, as a share of the peak."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's betas."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: PositiveFloat = 0.5
+    """Gradients are clipped to this global norm."""
+
+
+class TrackingSection(Section):
+    """Where metrics go; the JSONL log is always written."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases mode."""
+    project: str = "eagle3"
+    """Weights & Biases project."""
+    run_name: str | None = None
+    """Weights & Biases run name; default: the run folder's name."""
+    log_every: PositiveInt = 10
+    """Optimiser steps between log lines."""
+
+
+class TrainConfig(Section):
+    """`eagle3 train`: fits a drafter on a hidden-state store."""
+
+    dataset: str
+    """Folder of the hidden-state store."""
+    output: str
+    """Run folder: config, log, checkpoints."""
+    output_indices: list[int]
+    """Layers the drafter is meant for; must be what the dataset holds."""
+    target: TargetConfig | None = None
+    """The target to hold the dataset's contract against (config and tokenizer are compared); optional."""
+    eval_dataset: str | None = None
+    """Held-out store; default: `eval_fraction` of the dataset."""
+    eval_fraction: Fraction = 0.05
+    """Share of the samples held out when `eval_dataset` is not given."""
+    draft: DraftSection = Field(default_factory=DraftSection)
+    ttt: TTTSection = Field(default_factory=TTTSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+    epochs: PositiveInt = 1
+    """Passes over the training samples."""
+    max_steps: PositiveInt | None = None
+    """Stop after so many optimiser steps (the schedule ends there too)."""
+    batch_size: PositiveInt = 1
+    """Rows in a micro-batch on each process."""
+    accumulate: PositiveInt = 1
+    """Micro-batches of an optimiser step on each process."""
+    pack: bool = False
+    """Put several samples into one row of `max_length` tokens (they never attend to each other)."""
+    max_length: PositiveInt = 2048
+    """Longest row, in tokens; longer samples are cut at the right."""
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """Computation type; weights and moments are float32 either way."""
+    seed: NonNegativeInt = 0
+    """Seed of initial weights, hold-out and sample order."""
+    eval_every: PositiveInt | None = None
+    """Optimiser steps between evaluations; default: once an epoch."""
+    save_every: PositiveInt | None = None
+    """Optimiser steps between checkpoints; default: once an epoch."""
+    keep_checkpoints: PositiveInt = 3
+    """Newest checkpoints kept (the best one is kept besides)."""
+
+
+class ServeConfig(Section):
+    """`eagle3 export`: the checkpoint that a serving engine loads."""
+
+    run: str
+    """Run folder to export from."""
+    output: str
+    """Folder of the exported checkpoint."""
+    checkpoint: str = "best"
+    """`best`, `last`, or a checkpoint folder's name."""
+    engine: Literal["sglang"] = "sglang"
+    """Engine the nested layer ids are written for (vLLM's top-level key is written besides)."""
+    engine_version: str | None = None
+    """Its version; default: the newest known, which is printed."""
+    context_length: PositiveInt | None = None
+    """Longest context it will be served with, in tokens; default: the target's."""
+    include_embedding: bool = False
+    """Write the target's embedding too (SGLang always takes the target's own)."""
+    dtype: Dtype = "bfloat16"
+    """Type of the exported weights."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def load_config(model: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+    """Reads a YAML file (if any), applies `a.b=value` overrides (values are YAML) and validates.
+
+    Raises:
+        ProblemsError: every unknown key, wrong type and missing field, with the file's name.
+    """
+    where = str(path) if path is not None else "command line"
+    values: Any = {} if path is None else _read_yaml(Path(path))
+    if not isinstance(values, dict):
+        raise problem_error(
+            where, "config.type", f"holds a {type(values).__name__}, expected a mapping", "see configs/"
+        )
+    problems = [problem for item in overrides if (problem := _apply_override(values, item)) is not None]
+    if problems:
+        raise ProblemsError(problems)
+    return build_config(model, values, where)
+
+
+def build_config(model: type[ConfigT], values: dict[str, Any], where: str) -> ConfigT:
+    """Validates a mapping; see `load_config`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ProblemsError([_problem(model, detail, where) for detail in error.errors()]) from None
+
+
+def field_help(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every leaf field of a config as (dotted key, default, help)."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        section = _section_of(field.annotation)
+        if section is not None:
+            yield from field_help(section, f"{key}.")
+            continue
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        yield key, default, field.description or ""
+
+
+def dump_config(config: Section) -> str:
+    """The config as YAML text, defaults included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"cannot be read: {error}"
+        raise problem_error(
+            str(path), "config.unreadable", message, "check the path; shipped ones are in configs/"
+        ) from None
+    except yaml.YAMLError as error:
+        raise problem_error(str(path), "config.not_yaml", f"is not valid YAML: {error}", "correct that line") from None
+
+
+def _apply_override(values: dict[str, Any], item: str) -> Problem | None:
+    key, separator, text = item.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        return Problem(item, "config.override", "is not of the form key=value", "write e.g. optim.learning_rate=1e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return Problem(item, "config.override", f"its value is not valid YAML: {error}", "quote the value")
+    node = values
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            return Problem(item, "config.override", f"{part} is not a section", "check the key with --help")
+        node = child
+    node[parts[-1]] = _number(value)
+    return None
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _problem(model: type[Section], detail: Any, where: str) -> Problem:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        known = [name for name, _, _ in field_help(model)]
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        return Problem(where, "config.unknown_key", f"unknown key {key!r}", f"did you mean {near[0]!r}?")
+    if detail["type"] == "missing":
+        return Problem(where, "config.missing", f"{key} is not given", f"add it, or pass {key}=... on the command line")
+    message = f"{key} is {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return Problem(where, "config.value", message, f"correct {key}; --help says what it means")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    candidates = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -1,0 +1,74 @@
+"""Progress bars with rate and time left; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_PLAIN_INTERVAL_SECONDS = 15.0
+
+
+class _RateColumn(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} {self.unit}/s")
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+    """Shows a bar on stderr while the block runs.
+
+    Yields:
+        `advance(count, note="")`: `count` more of `total` units are done; `note` is shown beside the bar.
+    """
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield from _plain(label, total, unit)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        _RateColumn(unit),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(label, total=total, note="")
+
+        def advance(count: int, note: str = "") -> None:
+            bar.update(task, advance=count, **({"note": note} if note else {}))
+
+        yield advance
+
+
+def _plain(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+    start = last = time.monotonic()
+    done = 0
+
+    def line(note: str) -> None:
+        seconds = max(time.monotonic() - start, 1e-9)
+        left = (total - done) * seconds / done if done else float("nan")
+        rate = f"{done / seconds:,.0f} {unit}/s"
+        print(f"{label}: {done:,}/{total:,} {unit}, {rate}, {left:.0f} s left {note}".rstrip(), file=sys.stderr)
+
+    def advance(count: int, note: str = "") -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last >= _PLAIN_INTERVAL_SECONDS:
+            last = time.monotonic()
+            line(note)
+
+    yield advance
+    line("done" if done >= total else "stopped")
