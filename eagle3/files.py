@@ -63,7 +63,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with open(temporary, "rb+") as handle:
                 os.fsync(handle.fileno())
-            os.replace(temporary, path)
+            temporary.replace(path)
             sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -103,11 +103,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             if path.exists():
                 old = path.with_name(path.name + ".old" + TEMPORARY_SUFFIX)
                 shutil.rmtree(old, ignore_errors=True)
-                os.replace(path, old)
-                os.replace(temporary, path)
+                path.replace(old)
+                temporary.replace(path)
                 shutil.rmtree(old)
             else:
-                os.replace(temporary, path)
+                temporary.replace(path)
             sync_folder(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -48,7 +48,9 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]
         task = bar.add_task(label, total=total, note="")
 
         def advance(count: int, note: str = "") -> None:
-            bar.update(task, advance=count, **({"note": note} if note else {}))
+            bar.update(task, advance=count)
+            if note:
+                bar.update(task, note=note)
 
         yield advance
 
