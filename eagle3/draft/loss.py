@@ -1,0 +1,127 @@
+"""Which loss terms count, what the teacher says there, and the loss itself.
+
+Chain i starts from the state of token i and the embedding of token i + 1; at step k it predicts token i + 2 + k.
+Term (i, k) is that prediction. `docs/training-step.md` has the definitions.
+
+Shapes: B rows, T tokens, H target hidden, D draft vocab, V target vocab, K TTT steps, R rows of one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from eagle3.draft.config import ChainRule
+from eagle3.draft.vocab import DraftVocab
+
+LastHiddenKind = Literal["post_norm", "pre_norm"]
+_ARGMAX_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """What turns last hidden states into the target's logits.
+
+    Attributes:
+        lm_head: [V, H]; the logits are computed in its type.
+        norm_weight: [H], the final norm.
+        eps: the final norm's epsilon.
+        kind: whether the last hidden states are after or before the final norm.
+    """
+
+    lm_head: torch.Tensor
+    norm_weight: torch.Tensor
+    eps: float
+    kind: LastHiddenKind
+
+    def logits(self, last_hidden: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Target logits [R, V] of last hidden states [R, H], or [R, D] of the tokens `ids` [D] alone."""
+        rows = self.lm_head if ids is None else self.lm_head.index_select(0, ids)
+        return F.linear(post_norm(last_hidden.to(rows.dtype), self.kind, self.norm_weight, self.eps), rows)
+
+
+def post_norm(last_hidden: torch.Tensor, kind: LastHiddenKind, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The last hidden states [.., H] as the target's head reads them."""
+    if kind == "post_norm":
+        return last_hidden
+    assert kind == "pre_norm", kind
+    return rms_norm(last_hidden, norm_weight, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (arXiv 1910.07467) of x [.., H], computed in at least float32, returned in x's type."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def active_terms(loss_mask: torch.Tensor, document_ids: torch.Tensor, steps: int, rule: ChainRule) -> torch.Tensor:
+    """bool [K, B, T]: term (i, k) counts, for chains by the position of their own token.
+
+    `served`: tokens i+1 .. i+2+k all belong to one answer, which is what serving drafts.
+    `shifted`: tokens i+1+k and i+2+k do (SpecForge shifts the step-0 mask by k).
+    Either way token i must be in the same document. An answer is a run of supervised tokens within a document.
+
+    Args:
+        loss_mask: bool [B, T].
+        document_ids: int64 [B, T], -1 = padding.
+        steps: K.
+        rule: see above.
+    """
+    new_document = document_ids != shifted(document_ids, -1, -1)
+    new_document[:, 0] = True
+    runs = new_document.cumsum(1)
+    supervised = loss_mask & (document_ids >= 0)
+    starts = supervised & (new_document | ~shifted(supervised, -1, False))
+    answers = starts.cumsum(1) * supervised
+    terms = []
+    for k in range(steps):
+        first = shifted(answers, 1 if rule == "served" else 1 + k, 0)
+        last = shifted(answers, 2 + k, 0)
+        terms.append((last > 0) & (first == last) & (runs == shifted(runs, 2 + k, 0)))
+    return torch.stack(terms)
+
+
+def shifted(x: torch.Tensor, by: int, fill: int | bool) -> torch.Tensor:
+    """x [B, T] read `by` places to the right (column t holds x[:, t + by]), `fill` where there is nothing."""
+    result = torch.full_like(x, fill)
+    width = max(x.shape[1] - abs(by), 0)
+    if by >= 0:
+        result[:, :width] = x[:, by : by + width]
+    else:
+        result[:, -by : -by + width] = x[:, :width]
+    return result
+
+
+@torch.no_grad()
+def target_argmax(head: TargetHead, last_hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The target's greedy token over the full vocab, at `rows` only.
+
+    Args:
+        head: the target's head.
+        last_hidden: [B, T, H].
+        rows: int64 [R], flat places in B * T.
+
+    Returns:
+        int64 [B, T], -1 elsewhere.
+    """
+    result = torch.full((last_hidden.shape[0] * last_hidden.shape[1],), -1, device=last_hidden.device)
+    states = last_hidden.flatten(0, 1)
+    for chunk in rows.split(_ARGMAX_ROWS):
+        result[chunk] = head.logits(states.index_select(0, chunk)).argmax(-1)
+    return result.view(last_hidden.shape[:2])
+
+
+@torch.no_grad()
+def target_probabilities(head: TargetHead, states: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
+    """The target's distribution over the draft vocab alone, [R, D] in at least float32, of last hidden states [R, H]."""
+    logits = head.logits(states, vocab.ids)
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def soft_cross_entropy(logits: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """-sum_d p_d log softmax(logits)_d of each row, [R]; logits and p are [R, D], computed in at least float32."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return -(probabilities * logits.log_softmax(-1, dtype=dtype)).sum(-1)
