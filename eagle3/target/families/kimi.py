@@ -1,0 +1,47 @@
+"""Kimi-K2 and the text model inside Kimi-K2.5: both are DeepSeek-V3's architecture.
+
+Transformers has no text-only class for Kimi-K2.5, whose checkpoint nests the text model's config under
+`text_config` and its weights under `language_model.`; loaded here as DeepSeek-V3 it gives identical logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+
+from eagle3.files import read_json
+from eagle3.target.spec import TargetSpec
+
+_TEXT_PREFIX = {r"^language_model\.": ""}
+_NON_TEXT_KEYS = ("media_placeholder_token_id", "image_token_id", "video_token_id")
+# Named for classes that this library does not use: the architecture's, and remote code.
+_DROPPED_KEYS = ("model_type", "architectures", "auto_map")
+
+
+class KimiSpec(TargetSpec):
+    """Reads every value from the checkpoint's config: the class defaults are DeepSeek-V3's, not Kimi's."""
+
+    def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        published = read_json(folder / "config.json", "the target's config")
+        values = {k: v for k, v in published.get("text_config", published).items() if k not in _DROPPED_KEYS}
+        config = DeepseekV3Config(**{"tie_word_embeddings": False, **values})
+        loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            key_mapping=_TEXT_PREFIX,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+        return loaded
+
+    def non_text_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
+        return frozenset(config[key] for key in _NON_TEXT_KEYS if isinstance(config.get(key), int))
+
+
+KIMI_K2 = KimiSpec("kimi_k2")
+KIMI_K25 = KimiSpec("kimi_k25")

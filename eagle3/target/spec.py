@@ -1,0 +1,57 @@
+"""What the library must know about a family of targets: how it loads, and where its parts are.
+
+Shapes: V target vocab, H target hidden, N layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+class TargetSpec:
+    """A text model in Transformers' usual layout: `model.layers`, `model.norm`, an embedding and a linear head.
+
+    Every model type here is built into Transformers, so a checkpoint's own Python code is never needed for the
+    model (its tokenizer may need it). A family that differs overrides what differs; `families/` holds one instance
+    a family.
+    """
+
+    def __init__(self, *model_types: str) -> None:
+        self.model_types = model_types
+
+    def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        """The text model with its language head, and Transformers' loading info (missing keys and the like)."""
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, local_files_only=True, trust_remote_code=False
+        )
+        return loaded
+
+    def decoder_layers(self, model: PreTrainedModel) -> Sequence[nn.Module]:
+        """The N decoder layers, in order; layer i's output is output index i."""
+        return model.model.layers
+
+    def final_norm(self, model: PreTrainedModel) -> nn.Module:
+        """The norm between the last decoder layer and the head."""
+        return model.model.norm
+
+    def head_tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """`embed_tokens.weight` [V, H], `norm.weight` [H] and, unless tied to the first, `lm_head.weight` [V, H]."""
+        embedding = _weight(model.get_input_embeddings())
+        head = _weight(model.get_output_embeddings())
+        tensors = {"embed_tokens.weight": embedding, "norm.weight": _weight(self.final_norm(model))}
+        return tensors if head.data_ptr() == embedding.data_ptr() else {**tensors, "lm_head.weight": head}
+
+    def non_text_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
+        """Token ids that stand for pictures or video in `config` (the whole config.json): not for a text model."""
+        return frozenset()
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    return module.weight.detach()
