@@ -1,0 +1,190 @@
+"""Training checkpoints: whole or absent, safetensors and JSON only.
+
+`<run>/checkpoints/step-XXXXXXXX/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
+(AdamW's moments, named `<parameter>.<moment>`) and `state.json`. The folder appears by one rename after its files are
+synced, so a kill at any moment leaves the checkpoints before it. Sample order and learning rate are functions of the
+step, so they are not stored.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from eagle3.errors import Problem, ProblemsError, problem_error
+from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
+
+FORMAT = "eagle3-checkpoint"
+FORMAT_VERSION = 1
+WEIGHTS_FILE = "draft.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far: greatest acceptance length, then least loss."""
+
+    checkpoint: str
+    acceptance_length: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a resumed run needs besides weights and moments.
+
+    Attributes:
+        step: steps of the schedule done, over all epochs, skipped ones included.
+        skipped: of these, the ones without a loss term, which changed nothing.
+        processes: ranks that trained.
+        data_digest: digest of the training and held-out samples.
+        best: best checkpoint so far; its name may be this checkpoint's own.
+    """
+
+    step: int
+    skipped: int
+    processes: int
+    data_digest: str
+    best: Best | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back: weights and moments by name, on the CPU."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: TrainState
+
+
+def checkpoints_folder(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest first; what a kill left half-written is not among them."""
+    found = checkpoints_folder(run).glob("step-*")
+    return sorted(path for path in found if not path.name.endswith(TEMPORARY_SUFFIX))
+
+
+def save_checkpoint(
+    run: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState
+) -> Path:
+    """Writes the checkpoint of `state.step` whole, or not at all.
+
+    Raises:
+        ProblemsError: the disk is full, read-only or not writable.
+    """
+    folder = checkpoints_folder(run) / checkpoint_name(state.step)
+    with atomic_folder(folder) as temporary:
+        for name, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, optimizer)):
+            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
+        sizes = {name: (temporary / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": sizes}
+        write_json_atomic(temporary / STATE_FILE, header | asdict(state))
+    return folder
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Reads a checkpoint.
+
+    Raises:
+        ProblemsError: kinds `checkpoint.damaged`, `checkpoint.format`, `file.missing`, `file.not_json`.
+    """
+    state = load_state(folder)
+    return Checkpoint(_load(folder / WEIGHTS_FILE), _load(folder / OPTIMIZER_FILE), state)
+
+
+def load_state(folder: Path) -> TrainState:
+    """Reads `state.json` and holds the sizes of the other files against it; see `load_checkpoint`."""
+    values = read_json(folder / STATE_FILE, "the state of a checkpoint")
+    expected = {"format", "format_version", "files", *(field.name for field in fields(TrainState))}
+    if not isinstance(values, dict) or set(values) != expected or values["format"] != FORMAT:
+        message = f"does not hold exactly the keys {sorted(expected)} of {FORMAT}"
+        raise problem_error(str(folder / STATE_FILE), "checkpoint.format", message, _fix(folder))
+    if values["format_version"] != FORMAT_VERSION:
+        message = f"format_version is {values['format_version']}, expected {FORMAT_VERSION}"
+        raise problem_error(str(folder / STATE_FILE), "checkpoint.format", message, "use the release that wrote it")
+    problems = [
+        Problem(str(folder / name), "checkpoint.damaged", f"has {size} bytes, expected {expected_size}", _fix(folder))
+        for name, expected_size in values["files"].items()
+        if (size := _size(folder / name)) != expected_size
+    ]
+    if problems:
+        raise ProblemsError(problems)
+    best = None if values["best"] is None else Best(**values["best"])
+    return TrainState(values["step"], values["skipped"], values["processes"], values["data_digest"], best)
+
+
+def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
+    """Keeps the newest `keep` checkpoints and the one named `best`, and clears what a kill left half-written."""
+    old = [path for path in list_checkpoints(run)[:-keep] if path.name != best]
+    for path in old:
+        path.replace(path.with_name(path.name + TEMPORARY_SUFFIX))
+    for leftover in checkpoints_folder(run).glob(f"*{TEMPORARY_SUFFIX}"):
+        shutil.rmtree(leftover)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """AdamW's state as `<parameter>.<moment>`; empty before the first step."""
+    return {
+        f"{name}.{moment}": value
+        for name, parameter in model.named_parameters()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back what `optimizer_tensors` gave, every parameter or none.
+
+    Raises:
+        ProblemsError: kind `checkpoint.moments`, listing names that are missing, unknown or of another shape.
+    """
+    if not tensors:
+        return
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {"step": (), "exp_avg": None, "exp_avg_sq": None}
+    expected = {
+        f"{names[parameter]}.{moment}": torch.Size(parameter.shape if shape is None else shape)
+        for parameter in parameters
+        for moment, shape in moments.items()
+    }
+    wrong = [name for name, shape in expected.items() if name not in tensors or tensors[name].shape != shape]
+    wrong += sorted(set(tensors) - set(expected))
+    if wrong:
+        message = f"missing, unknown or of another shape: {', '.join(wrong)}"
+        raise problem_error(OPTIMIZER_FILE, "checkpoint.moments", message, "resume with the config of that run")
+    state: dict[int, Any] = {
+        index: {moment: tensors[f"{names[parameter]}.{moment}"] for moment in moments}
+        for index, parameter in enumerate(parameters)
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise problem_error(str(path), "checkpoint.damaged", f"cannot be read: {error}", _fix(path.parent)) from None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _fix(folder: Path) -> str:
+    return f"delete {folder}; training then goes on from the checkpoint before it"

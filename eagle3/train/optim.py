@@ -1,0 +1,47 @@
+"""AdamW and its learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from eagle3.config import OptimSection
+
+
+def make_optimizer(model: nn.Module, optim: OptimSection, fused: bool) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; weight decay on matrices only (not on norms)."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    others = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.learning_rate,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=fused,
+    )
+
+
+def learning_rate(step: int, total_steps: int, optim: OptimSection) -> float:
+    """Learning rate of step `step`, counted from 1 to `total_steps`.
+
+    It rises linearly to the peak, which the last warm-up step has, and then follows the schedule, whose end value
+    (`final_fraction` of the peak) step `total_steps` has and no step before it.
+    """
+    assert 1 <= step <= total_steps
+    warmup_steps = int(optim.warmup_fraction * total_steps)
+    if step <= warmup_steps:
+        return optim.learning_rate * step / warmup_steps
+    done = (step - warmup_steps) / (total_steps - warmup_steps)
+    left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[optim.schedule]
+    share = left if optim.schedule == "constant" else optim.final_fraction + (1.0 - optim.final_fraction) * left
+    return optim.learning_rate * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Gives every parameter group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

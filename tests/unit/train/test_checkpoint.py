@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import eagle3.train.checkpoint as checkpoint
+from eagle3.config import OptimSection
+from eagle3.errors import ProblemsError
+from eagle3.train.checkpoint import (
+    Best,
+    TrainState,
+    list_checkpoints,
+    load_checkpoint,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from eagle3.train.optim import make_optimizer
+
+
+def save(run: Path, step: int, best: Best | None = None) -> Path:
+    state = TrainState(step=step, skipped=1, processes=2, data_digest="sha256:0", best=best)
+    return save_checkpoint(run, {"fc.weight": torch.full((2, 3), float(step))}, {}, state)
+
+
+def test_weights_and_state_come_back(tmp_path: Path) -> None:
+    folder = save(tmp_path, 7, Best("step-00000005", 1.25, 3.0))
+    read = load_checkpoint(folder)
+    assert read.state == TrainState(7, 1, 2, "sha256:0", Best("step-00000005", 1.25, 3.0))
+    assert torch.equal(read.weights["fc.weight"], torch.full((2, 3), 7.0))
+
+
+def test_resumed_moments_continue_bit_for_bit() -> None:
+    def trained(steps: range, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            (model(torch.arange(3.0) + step).square().sum()).backward()
+            optimizer.step()
+
+    def fresh() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        return model, make_optimizer(model, OptimSection(weight_decay=0.1), fused=False)
+
+    whole, optimizer = fresh()
+    trained(range(5), whole, optimizer)
+    first, optimizer = fresh()
+    trained(range(3), first, optimizer)
+    second, resumed = fresh()
+    second.load_state_dict(first.state_dict())
+    load_optimizer_tensors(resumed, second, optimizer_tensors(optimizer, first))
+    trained(range(3, 5), second, resumed)
+    assert torch.equal(second.weight, whole.weight)
+    assert torch.equal(second.bias, whole.bias)
+
+
+def test_moments_of_another_model_are_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model, OptimSection(), fused=False)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tensors = optimizer_tensors(optimizer, model)
+    tensors["other.exp_avg"] = tensors.pop("bias.exp_avg")
+    with pytest.raises(ProblemsError, match=r"bias\.exp_avg, other\.exp_avg"):
+        load_optimizer_tensors(optimizer, model, tensors)
+
+
+@pytest.mark.parametrize("name", ["draft.safetensors", "optimizer.safetensors"])
+def test_a_truncated_file_is_refused_by_name_with_the_folder_to_delete(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ProblemsError, match=rf"(?s){name}.*expected.*delete .*step-00000001"):
+        load_checkpoint(folder)
+
+
+def test_a_garbled_header_is_a_named_problem(tmp_path: Path) -> None:
+    file = save(tmp_path, 1) / "draft.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(b"\xff" * 8 + data[8:])
+    with pytest.raises(ProblemsError, match=r"checkpoint\.damaged"):
+        load_checkpoint(file.parent)
+
+
+def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(ProblemsError, match=r"disk\.full"):
+        save(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def test_newest_and_best_are_kept_and_leftovers_cleared(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-00000009.tmp").mkdir()
+    remove_old_checkpoints(tmp_path, keep=2, best="step-00000002")
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-00000002", "step-00000004", "step-00000005"]
