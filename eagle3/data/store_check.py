@@ -1,0 +1,221 @@
+"""What is wrong with a hidden-state store on disk. Every function returns problems; none raises for bad data.
+
+`check_store` is cheap (sizes and headers); `verify(deep=True)` reads every byte. Neither can prove that the
+states came from the layers that the contract names: that needs the target model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from eagle3.data.store_format import (
+    DTYPE_CODES,
+    METADATA_KEY,
+    FileInfo,
+    Manifest,
+    SampleInfo,
+    ShardInfo,
+    load_manifest,
+    shard_files,
+    shard_layout,
+    shard_metadata,
+)
+from eagle3.errors import Problem, ProblemsError
+from eagle3.files import sha256_file
+from eagle3.progress import progress
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.safetensors_header import Header, read_header
+
+_REDO = "run `eagle3 extract` with the same settings again: it redoes damaged and missing shards"
+_REDO_DEEP = f"delete that shard, then {_REDO}"
+_CHUNK_TOKENS = 4096
+
+
+def verify(folder: Path | str, deep: bool = False, expected: WiringContract | None = None) -> list[Problem]:
+    """Everything that is wrong with a store.
+
+    Args:
+        folder: the store.
+        deep: also read every byte: checksums, finite states, ids inside the vocabulary, supervised counts.
+        expected: the contract that the caller needs; every difference is a problem.
+    """
+    folder = Path(folder)
+    try:
+        manifest = load_manifest(folder)
+    except ProblemsError as error:
+        return list(error.problems)
+    problems = check_store(folder, manifest, expected)
+    if not deep:
+        return problems
+    broken = {problem.where for problem in problems}
+    with progress("verify", sum(shard.tokens for shard in manifest.shards), "tokens") as advance:
+        for file in (manifest.target_head, *manifest.shards):
+            if str(folder / file.file) not in broken:
+                problems += _check_sum(folder, file)
+                if isinstance(file, ShardInfo):
+                    problems += _check_values(folder, file, manifest.contract, advance)
+    return problems
+
+
+def check_store(folder: Path, manifest: Manifest, expected: WiringContract | None = None) -> list[Problem]:
+    """Sizes and headers of every file, files that should not be there, and whether there is any sample.
+
+    Reads no states; `expected` is as in `verify`.
+    """
+    problems = check_target_head(folder, manifest)
+    for shard in manifest.shards:
+        problems += check_shard(folder, shard, manifest.contract)
+    listed = {shard.file for shard in manifest.shards}
+    for path in shard_files(folder):
+        if path.name not in listed:
+            message = "is not in the manifest (a writer is at work or was killed before it listed the shard)"
+            problems.append(Problem(str(path), "store.shard_unlisted", message, _REDO))
+    if not manifest.shards:
+        problems.append(Problem(str(folder), "store.empty", "holds no sample yet", "run `eagle3 extract` to its end"))
+    if expected is not None:
+        problems += manifest.contract.compare(expected, str(folder), "what is expected")
+    return problems
+
+
+def check_shard(folder: Path, shard: ShardInfo, contract: WiringContract) -> list[Problem]:
+    """Size, header, tensors and sample list of one shard, without reading its states."""
+    where, inside = str(folder / shard.file), _inside(shard)
+    header = _checked_header(folder, shard, "shard", inside)
+    if not isinstance(header, Header):
+        return header
+    problems = _check_sample_list(header.metadata.get(METADATA_KEY), shard, where)
+    found = {name: (info.dtype, tuple(info.shape)) for name, info in header.tensors.items()}
+    expected = shard_layout(contract, shard.tokens)
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            message = f"{name} is {_said(found.get(name))}, expected {_said(expected.get(name))} {inside}"
+            problems.append(Problem(where, "store.shard_mismatch", message, _REDO))
+    return problems
+
+
+def check_target_head(folder: Path, manifest: Manifest) -> list[Problem]:
+    """Size, header and tensors of the target's embedding, final norm and head."""
+    header = _checked_header(folder, manifest.target_head, "target_head", "")
+    if not isinstance(header, Header):
+        return header
+    found = {name: tuple(info.shape) for name, info in header.tensors.items()}
+    expected = target_head_shapes(manifest.contract)
+    if "lm_head.weight" not in found:
+        del expected["lm_head.weight"]
+    types = {info.dtype for info in header.tensors.values()} - set(DTYPE_CODES.values())
+    if found == expected and not types:
+        return []
+    message = f"holds {found} {sorted(types) or ''}, expected floating {expected}"
+    return [Problem(str(folder / manifest.target_head.file), "store.target_head", message, _REDO)]
+
+
+def target_head_shapes(contract: WiringContract) -> dict[str, tuple[int, ...]]:
+    """Shapes in the target head's file; `lm_head.weight` is left out where the target ties it to its embedding."""
+    matrix = (contract.vocab_size, contract.hidden_size)
+    return {"embed_tokens.weight": matrix, "norm.weight": (contract.hidden_size,), "lm_head.weight": matrix}
+
+
+def _checked_header(folder: Path, file: FileInfo, what: str, inside: str) -> Header | list[Problem]:
+    path = folder / file.file
+    if not path.is_file():
+        return [Problem(str(path), f"store.{what}_missing", f"is listed, but not there {inside}".rstrip(), _REDO)]
+    size = path.stat().st_size
+    if size != file.bytes:
+        kind = "truncated" if size < file.bytes else "extra_bytes"
+        message = f"has {size} bytes, the manifest says {file.bytes} {inside}".rstrip()
+        return [Problem(str(path), f"store.{what}_{kind}", message, _REDO)]
+    try:
+        return read_header(path)
+    except ProblemsError as error:
+        return [Problem(str(path), item.kind, f"{item.message} {inside}".rstrip(), _REDO) for item in error.problems]
+
+
+def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[Problem]:
+    """The header's own sample list against the manifest's."""
+    try:
+        value = json.loads(text or "null")
+        found = [(str(item["id"]), item["tokens"]) for item in value["samples"]]
+    except (ValueError, TypeError, KeyError):
+        message = f"its header has no valid {METADATA_KEY!r} entry {_inside(shard)}"
+        return [Problem(where, "store.shard_mismatch", message, _REDO)]
+    if value == shard_metadata(shard.samples):
+        return []
+    listed = [(sample.id, sample.tokens) for sample in shard.samples]
+    counts, known = Counter(sample_id for sample_id, _ in found), dict(listed)
+    problems = []
+
+    def add(kind: str, message: str) -> None:
+        problems.append(Problem(where, f"store.{kind}", message, _REDO))
+
+    for sample_id, count in counts.items():
+        if count > 1:
+            add("duplicate_sample", f"holds sample {sample_id!r} {count} times")
+        if sample_id not in known:
+            add("sample_unlisted", f"holds sample {sample_id!r}, which the manifest does not list here")
+    for sample_id, tokens in listed:
+        if sample_id not in counts:
+            add("sample_missing", f"lacks sample {sample_id!r}, which the manifest lists here")
+        elif (there := dict(found)[sample_id]) != tokens:
+            add("sample_tokens", f"says {there} tokens for sample {sample_id!r}, the manifest says {tokens}")
+    if not problems:
+        add("shard_mismatch", f"its header differs from the manifest in order, format or version {_inside(shard)}")
+    return problems
+
+
+def _check_sum(folder: Path, file: FileInfo) -> list[Problem]:
+    path = folder / file.file
+    if sha256_file(path) == file.sha256:
+        return []
+    inside = f" {_inside(file)}" if isinstance(file, ShardInfo) else ""
+    message = f"has the right size, but its checksum is not the manifest's{inside}"
+    return [Problem(str(path), "store.checksum", message, _REDO_DEEP)]
+
+
+def _check_values(
+    folder: Path, shard: ShardInfo, contract: WiringContract, advance: Callable[..., None]
+) -> list[Problem]:
+    """The values of every sample, a chunk of rows at a time."""
+    problems, row = [], 0
+    with safe_open(folder / shard.file, "pt") as file:
+        for sample in shard.samples:
+            end = row + sample.tokens
+            for kind, message in _value_faults(file, row, end, sample, contract):
+                text = f"sample {sample.id!r} {message}"
+                problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
+            row = end
+            advance(sample.tokens)
+    return problems
+
+
+def _value_faults(file: Any, row: int, end: int, sample: SampleInfo, contract: WiringContract) -> list[tuple[str, str]]:
+    ids, mask = file.get_slice("input_ids")[row:end], file.get_slice("loss_mask")[row:end]
+    faults = []
+    if ids.min() < 0 or ids.max() >= contract.vocab_size:
+        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
+        faults.append(("ids_out_of_range", message))
+    if mask.max() > 1:
+        faults.append(("loss_mask", f"has {mask.max()} in its loss mask, expected 0 or 1"))
+    elif mask.sum() != sample.supervised:
+        faults.append(("loss_mask", f"has {mask.sum()} supervised tokens, the manifest says {sample.supervised}"))
+    for name in ("aux_hidden_states", "last_hidden_states"):
+        rows = file.get_slice(name)
+        chunks = (rows[begin : min(begin + _CHUNK_TOKENS, end)] for begin in range(row, end, _CHUNK_TOKENS))
+        if not all(torch.isfinite(chunk).all() for chunk in chunks):
+            faults.append(("non_finite", f"has NaN or infinity in its {name}"))
+    return faults
+
+
+def _inside(shard: ShardInfo) -> str:
+    ids = [sample.id for sample in shard.samples]
+    return f"(samples {', '.join(ids)})" if len(ids) <= 3 else f"({len(ids)} samples, {ids[0]} to {ids[-1]})"
+
+
+def _said(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[0]} {list(tensor[1])}"

@@ -1,0 +1,250 @@
+"""Hidden-state store v1: what `manifest.json` and a shard's header hold. docs/hidden-state-format.md is the rule.
+
+Legend: T tokens of a shard, A aux layers, H target hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
+from eagle3.files import read_json
+from eagle3.wiring.contract import WiringContract
+
+FORMAT = "eagle3-hidden-states"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TARGET_HEAD_FILE = "target_head.safetensors"
+LOCK_FILE = "writer.lock"
+METADATA_KEY = "eagle3"
+DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+_SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
+_SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+_RESTORE = "restore the folder from a copy, or extract again into an empty folder"
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """One sample as the manifest lists it: its id, length and supervised positions (both in tokens)."""
+
+    id: str
+    tokens: int
+    supervised: int
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of the store: name inside the folder, size in bytes, `sha256:<hex>`."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardInfo(FileInfo):
+    """A shard and the samples in it, in the order of their rows."""
+
+    samples: tuple[SampleInfo, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.tokens}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of `manifest.json`."""
+
+    contract: WiringContract
+    settings: dict[str, Any]
+    target_config: dict[str, Any]
+    target_head: FileInfo
+    shards: tuple[ShardInfo, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "contract": self.contract.to_dict(),
+            "settings": self.settings,
+            "target_config": self.target_config,
+            "target_head": asdict(self.target_head),
+            "shards": [shard.to_dict() for shard in self.shards],
+            "provenance": self.provenance,
+        }
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Every file in the folder that has a shard's name, listed in the manifest or not."""
+    return sorted(path for path in folder.iterdir() if _SHARD_NAME.fullmatch(path.name))
+
+
+def shard_metadata(samples: Iterable[SampleInfo]) -> dict[str, Any]:
+    """The JSON object under `METADATA_KEY` in a shard's header."""
+    listed = [{"id": sample.id, "tokens": sample.tokens} for sample in samples]
+    return {"format": FORMAT, "format_version": FORMAT_VERSION, "samples": listed}
+
+
+def shard_layout(contract: WiringContract, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor name -> (safetensors dtype, shape) of a shard of T tokens, in the order of their bytes.
+
+    Larger elements come first, so that every tensor begins at a multiple of its element size.
+    """
+    dtype, hidden = DTYPE_CODES[contract.dtype], contract.hidden_size
+    return {
+        "input_ids": ("I32", (tokens,)),
+        "aux_hidden_states": (dtype, (tokens, len(contract.output_indices) * hidden)),
+        "last_hidden_states": (dtype, (tokens, hidden)),
+        "loss_mask": ("U8", (tokens,)),
+    }
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Reads and checks `manifest.json` alone, not the files that it lists.
+
+    Raises:
+        ProblemsError: it is missing, not JSON, of another format or version, or breaks the format anywhere
+            (every place is named).
+    """
+    path = folder / MANIFEST_FILE
+    return parse_manifest(read_json(path, "the manifest of a hidden-state store"), str(path))
+
+
+def parse_manifest(value: object, where: str) -> Manifest:
+    """The manifest of a parsed JSON value; see `load_manifest`."""
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        found = value.get("format") if isinstance(value, dict) else type(value).__name__
+        message = f"is not a hidden-state store: format is {found!r}, expected {FORMAT!r}"
+        raise problem_error(where, "store.format", message, "give the folder that `eagle3 extract` wrote")
+    if value.get("format_version") != FORMAT_VERSION:
+        message = f"has format version {value.get('format_version')!r}, this reader knows {FORMAT_VERSION}"
+        raise problem_error(where, "store.format_version", message, "use the eagle3 that wrote it, or extract again")
+    problems = _check_fields(value, "", _MANIFEST_FIELDS, where)
+    contract = None
+    if isinstance(value.get("contract"), dict):
+        try:
+            contract = WiringContract.from_dict(value["contract"])
+        except ProblemsError as error:
+            problems += [Problem(f"{where}: contract", item.kind, item.message, item.fix) for item in error.problems]
+    if isinstance(value.get("target_head"), dict):
+        problems += _check_file(value["target_head"], "target_head", _FILE_FIELDS, where)
+    if isinstance(value.get("shards"), list):
+        for number, shard in enumerate(value["shards"]):
+            problems += _check_shard_entry(shard, f"shards[{number}]", where)
+    raise_problems(problems)
+    assert contract is not None
+    shards = tuple(_shard(shard) for shard in value["shards"])
+    raise_problems(_check_repeats(shards, where))
+    return Manifest(
+        contract=contract,
+        settings=value["settings"],
+        target_config=value["target_config"],
+        target_head=FileInfo(**value["target_head"]),
+        shards=shards,
+        provenance=value["provenance"],
+    )
+
+
+_MANIFEST_FIELDS = {
+    "format": str,
+    "format_version": int,
+    "contract": dict,
+    "settings": dict,
+    "target_config": dict,
+    "target_head": dict,
+    "shards": list,
+    "provenance": dict,
+}
+_FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
+_SHARD_FIELDS = {**_FILE_FIELDS, "tokens": int, "samples": list}
+_SAMPLE_FIELDS = {"id": str, "tokens": int, "supervised": int}
+
+
+def _problem(where: str, kind: str, message: str) -> Problem:
+    return Problem(where, f"store.{kind}", message, _RESTORE)
+
+
+def _check_fields(value: object, path: str, fields: Mapping[str, type], where: str) -> list[Problem]:
+    """Exactly these keys, each of its type; `path` is the place inside the manifest."""
+    if not isinstance(value, dict):
+        return [_problem(where, "manifest_type", f"{path} is a {type(value).__name__}, expected an object")]
+    prefix = f"{path}." if path else ""
+    problems = []
+    for key in sorted(fields.keys() | value.keys()):
+        if key not in value:
+            problems.append(_problem(where, "manifest_key", f"{prefix}{key} is missing"))
+        elif key not in fields:
+            problems.append(_problem(where, "manifest_key", f"{prefix}{key} is not part of the format"))
+        elif type(value[key]) is not fields[key]:
+            found, expected = type(value[key]).__name__, fields[key].__name__
+            problems.append(_problem(where, "manifest_type", f"{prefix}{key} is a {found}, expected {expected}"))
+    return problems
+
+
+def _check_file(value: object, path: str, fields: Mapping[str, type], where: str) -> list[Problem]:
+    problems = _check_fields(value, path, fields, where)
+    if not problems and isinstance(value, dict):
+        pattern = _SHARD_NAME if fields is _SHARD_FIELDS else re.compile(re.escape(TARGET_HEAD_FILE))
+        if not pattern.fullmatch(value["file"]):
+            message = f"{path}.file is {value['file']!r}, expected {pattern.pattern}"
+            problems.append(_problem(where, "manifest_value", message))
+        if not _SHA256.fullmatch(value["sha256"]):
+            problems.append(_problem(where, "manifest_value", f"{path}.sha256 is {value['sha256']!r}"))
+        if value["bytes"] <= 0:
+            problems.append(_problem(where, "manifest_value", f"{path}.bytes is {value['bytes']}"))
+    return problems
+
+
+def _check_shard_entry(value: Any, path: str, where: str) -> list[Problem]:
+    problems = _check_file(value, path, _SHARD_FIELDS, where)
+    if not isinstance(value, dict) or not isinstance(value.get("samples"), list):
+        return problems
+    for number, sample in enumerate(value["samples"]):
+        place = f"{path}.samples[{number}]"
+        wrong = _check_fields(sample, place, _SAMPLE_FIELDS, where)
+        if not wrong and not 0 <= sample["supervised"] <= sample["tokens"] > 0:
+            message = f"{place} ({sample['id']}) has {sample['supervised']} supervised of {sample['tokens']} tokens"
+            wrong = [_problem(where, "token_count", message)]
+        problems += wrong
+    if not value["samples"]:
+        problems.append(_problem(where, "manifest_value", f"{path}.samples is empty"))
+    if not problems and value["tokens"] != sum(sample["tokens"] for sample in value["samples"]):
+        message = f"{path} ({value['file']}) says {value['tokens']} tokens, its samples add up to another number"
+        problems.append(_problem(where, "token_count", message))
+    return problems
+
+
+def _check_repeats(shards: tuple[ShardInfo, ...], where: str) -> list[Problem]:
+    problems = []
+    for name, count in Counter(shard.file for shard in shards).items():
+        if count > 1:
+            problems.append(_problem(where, "duplicate_shard", f"{name} is listed {count} times"))
+    places: dict[str, list[str]] = {}
+    for shard in shards:
+        for sample in shard.samples:
+            places.setdefault(sample.id, []).append(shard.file)
+    for sample_id, files in places.items():
+        if len(files) > 1:
+            message = f"sample {sample_id!r} is listed {len(files)} times: in {', '.join(files)}"
+            problems.append(_problem(where, "duplicate_sample", message))
+    return problems
+
+
+def _shard(value: dict[str, Any]) -> ShardInfo:
+    samples = tuple(SampleInfo(**sample) for sample in value["samples"])
+    return ShardInfo(value["file"], value["bytes"], value["sha256"], samples)

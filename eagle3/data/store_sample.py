@@ -1,0 +1,87 @@
+"""One sample of a hidden-state store in memory: what it must look like, and how samples become a shard.
+
+Legend: T tokens of a sample, A aux layers, H target hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.data.store_format import METADATA_KEY, SampleInfo, shard_layout, shard_metadata
+from eagle3.wiring.contract import WiringContract
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """One sample with its states.
+
+    Attributes:
+        id: unique in the store.
+        input_ids: [T], int32 as read (any integer type may be written).
+        loss_mask: bool [T], true at supervised tokens.
+        aux_hidden_states: [T, A * H], the captured layers concatenated in ascending order, in the contract's dtype.
+        last_hidden_states: [T, H], in the contract's dtype; the contract says whether they are normed.
+    """
+
+    id: str
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux_hidden_states: torch.Tensor
+    last_hidden_states: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a shard, its header aside."""
+        states = self.aux_hidden_states.nbytes + self.last_hidden_states.nbytes
+        return states + self.input_ids.numel() * (torch.int32.itemsize + torch.uint8.itemsize)
+
+    @property
+    def info(self) -> SampleInfo:
+        return SampleInfo(self.id, self.input_ids.numel(), int(self.loss_mask.sum()))
+
+
+def shard_content(
+    samples: Sequence[StoredSample], contract: WiringContract
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, str]]:
+    """What `write_tensor_file` needs to write these samples as one shard: tensors as blocks, and metadata."""
+    columns = {
+        "input_ids": [sample.input_ids.to(torch.int32) for sample in samples],
+        "loss_mask": [sample.loss_mask.to(torch.uint8) for sample in samples],
+        "aux_hidden_states": [sample.aux_hidden_states for sample in samples],
+        "last_hidden_states": [sample.last_hidden_states for sample in samples],
+    }
+    layout = shard_layout(contract, sum(sample.input_ids.numel() for sample in samples))
+    metadata = shard_metadata(sample.info for sample in samples)
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {name: columns[name] for name in layout}, {METADATA_KEY: text}
+
+
+def sample_faults(sample: StoredSample, contract: WiringContract) -> list[tuple[str, str]]:
+    """(kind, message) of everything that bars this sample from a store of that contract."""
+    tokens, hidden, dtype = sample.input_ids.numel(), contract.hidden_size, getattr(torch, contract.dtype)
+    faults = []
+    if not sample.id:
+        faults.append(("sample_id", "its id is empty"))
+    ids = sample.input_ids
+    if ids.ndim != 1 or not tokens or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        faults.append(("sample_shape", f"input_ids are {ids.dtype} {list(ids.shape)}, expected integers [tokens]"))
+    elif ids.min() < 0 or ids.max() >= contract.vocab_size:
+        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
+        faults.append(("ids_out_of_range", message))
+    expected = {
+        "loss_mask": (torch.bool, (tokens,)),
+        "aux_hidden_states": (dtype, (tokens, len(contract.output_indices) * hidden)),
+        "last_hidden_states": (dtype, (tokens, hidden)),
+    }
+    for name, (kind, shape) in expected.items():
+        tensor = getattr(sample, name)
+        if (tensor.dtype, tensor.shape) != (kind, shape):
+            message = f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {kind} {list(shape)}"
+            faults.append(("sample_shape", message))
+        elif not torch.isfinite(tensor).all():
+            faults.append(("non_finite", f"has NaN or infinity in its {name}"))
+    return faults

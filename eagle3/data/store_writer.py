@@ -1,0 +1,281 @@
+"""Writes a hidden-state store so that a kill at any moment leaves one that can be resumed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+
+from eagle3.data.store_check import check_shard, check_target_head, target_head_shapes
+from eagle3.data.store_format import (
+    LOCK_FILE,
+    MANIFEST_FILE,
+    TARGET_HEAD_FILE,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    load_manifest,
+    shard_files,
+    shard_name,
+)
+from eagle3.data.store_sample import StoredSample, sample_faults, shard_content
+from eagle3.data.tensor_file import write_tensor_file
+from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, write_atomic, write_json_atomic
+from eagle3.wiring.contract import WiringContract
+
+_OTHER_SETTINGS_FIX = "use the settings of the store, or another output folder"
+
+
+class StoreWriter:
+    """Creates a store, or goes on with one that the same settings began. A context manager.
+
+    A shard appears under its final name only when it is whole and on disk, and in the manifest only after that, so
+    a kill loses at most the shard in work. Leaving the block without an error writes the samples still buffered.
+
+    Args:
+        folder: of the store; made if absent.
+        contract: what the states are.
+        settings: what the samples depend on (JSON values); a store begun with others is refused.
+        target_config: the target's text config.
+        target_head: `embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] unless tied.
+        shard_max_bytes: a shard is closed before it would be larger; a single sample may be.
+        shard_max_samples: a shard is closed when it has so many samples.
+        provenance: command line, versions and so on, recorded when the store is created; never compared.
+
+    Raises:
+        ProblemsError: another writer is at work; the store has other settings or another contract (every
+            difference is listed); it is not a store; the disk is full.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        contract: WiringContract,
+        settings: Mapping[str, Any],
+        target_config: Mapping[str, Any],
+        target_head: Mapping[str, torch.Tensor],
+        shard_max_bytes: int = 2 << 30,
+        shard_max_samples: int = 1024,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.shard_max_bytes = shard_max_bytes
+        self.shard_max_samples = shard_max_samples
+        self.redone: list[Problem] = []
+        """Shards of an earlier run that were found damaged and dropped, to be extracted again."""
+        self._buffer: list[StoredSample] = []
+        self._buffer_bytes = 0
+        raise_problems(_check_head(target_head, contract))
+        with explained_os_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (held until close)
+        try:
+            self._take_lock()
+            _remove_temporary_files(self.folder)
+            if (self.folder / MANIFEST_FILE).exists():
+                self._manifest = self._resumed(contract, _json(settings), target_head)
+            else:
+                raise_problems(_check_new(self.folder))
+                head = _write_target_head(self.folder, target_head)
+                self._manifest = Manifest(
+                    contract, _json(settings), _json(target_config), head, provenance=_json(provenance or {})
+                )
+            self._save_manifest()
+            self._remove_unlisted_shards()
+            self.completed = {sample.id for shard in self._manifest.shards for sample in shard.samples}
+            """Ids of the samples that are safely in the store."""
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def add(self, sample: StoredSample) -> None:
+        """Takes one sample; writes a shard when there is enough for one.
+
+        Raises:
+            ProblemsError: the sample is mis-shaped, not finite or already there (it is named); the disk is full.
+        """
+        raise_problems(self._check_samples([sample]))
+        if self._buffer and self._buffer_bytes + sample.nbytes > self.shard_max_bytes:
+            self.flush()
+        self._buffer.append(sample)
+        self._buffer_bytes += sample.nbytes
+        if len(self._buffer) >= self.shard_max_samples:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the samples still buffered, if any, as a shard."""
+        buffered, self._buffer, self._buffer_bytes = self._buffer, [], 0
+        if buffered:
+            self._write(buffered)
+
+    def write_shard(self, samples: Sequence[StoredSample]) -> None:
+        """Writes these samples as one shard and lists it in the manifest.
+
+        Raises:
+            ProblemsError: as `add`; nothing of the shard is left then.
+        """
+        raise_problems(self._check_samples(samples))
+        self._write(samples)
+
+    def close(self) -> None:
+        """Gives the lock back; samples still buffered are dropped."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self.close()
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "wait for it to end, or write into another folder"
+            raise problem_error(str(self.folder), "store.locked", "another writer is at work here", fix) from None
+
+    def _resumed(
+        self, contract: WiringContract, settings: dict[str, Any], target_head: Mapping[str, torch.Tensor]
+    ) -> Manifest:
+        manifest, where = load_manifest(self.folder), str(self.folder)
+        problems = manifest.contract.compare(contract, where, "this run")
+        problems += _setting_differences(manifest.settings, settings, where)
+        damaged_head = check_target_head(self.folder, manifest)
+        if not damaged_head and not _same_head(self.folder, target_head):
+            message = "the store was begun with other weights of the target's embedding, norm or head"
+            problems.append(Problem(where, "store.other_target", message, _OTHER_SETTINGS_FIX))
+        raise_problems(problems, f"cannot resume {where}")
+        if damaged_head:
+            manifest = replace(manifest, target_head=_write_target_head(self.folder, target_head))
+        damaged = {shard.file: check_shard(self.folder, shard, manifest.contract) for shard in manifest.shards}
+        self.redone = damaged_head + [problem for problems in damaged.values() for problem in problems]
+        return replace(manifest, shards=tuple(shard for shard in manifest.shards if not damaged[shard.file]))
+
+    def _write(self, samples: Sequence[StoredSample]) -> None:
+        path = self.folder / self._free_name()
+        checksum = ""
+
+        def write(temporary: Path) -> None:
+            nonlocal checksum
+            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.contract))
+
+        write_atomic(path, write)
+        shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
+        shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
+        self._manifest = replace(self._manifest, shards=tuple(shards))
+        self._save_manifest()
+        self.completed.update(sample.id for sample in samples)
+
+    def _check_samples(self, samples: Sequence[StoredSample]) -> list[Problem]:
+        known = self.completed | {sample.id for sample in self._buffer}
+        problems = []
+        for sample in samples:
+            where = f"{self.folder}: sample {sample.id!r}"
+            for kind, message in sample_faults(sample, self._manifest.contract):
+                problems.append(Problem(where, f"store.{kind}", message, "correct what made this sample"))
+            if sample.id in known:
+                problems.append(Problem(where, "store.duplicate_sample", "is already there", "use unique ids"))
+            known.add(sample.id)
+        return problems
+
+    def _free_name(self) -> str:
+        taken = {shard.file for shard in self._manifest.shards}
+        return next(name for number in range(len(taken) + 1) if (name := shard_name(number)) not in taken)
+
+    def _save_manifest(self) -> None:
+        write_json_atomic(self.folder / MANIFEST_FILE, self._manifest.to_dict())
+
+    def _remove_unlisted_shards(self) -> None:
+        listed = {shard.file for shard in self._manifest.shards}
+        for path in shard_files(self.folder):
+            if path.name not in listed:
+                path.unlink()
+
+
+def _check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> list[Problem]:
+    expected = target_head_shapes(contract)
+    missing = expected.keys() - head.keys() - {"lm_head.weight"}
+    problems = []
+    for name in sorted(head.keys() | missing):
+        tensor, shape = head.get(name), expected.get(name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape or tensor is None or not tensor.dtype.is_floating_point:
+            message = f"{name} is {found or 'absent'}, expected {shape or 'absent'}"
+            problems.append(Problem("target_head", "store.target_head", message, "give the target's own tensors"))
+        elif not torch.isfinite(tensor).all():
+            problems.append(
+                Problem("target_head", "store.non_finite", f"{name} has NaN or infinity", "check the target")
+            )
+    return problems
+
+
+def _check_new(folder: Path) -> list[Problem]:
+    """Shards without a manifest are somebody's data: a killed writer never leaves that."""
+    shards = shard_files(folder)
+    if not shards:
+        return []
+    message = f"has {len(shards)} shards, but no {MANIFEST_FILE}"
+    return [Problem(str(folder), "store.manifest_missing", message, "restore the manifest, or use an empty folder")]
+
+
+def _write_target_head(folder: Path, head: Mapping[str, torch.Tensor]) -> FileInfo:
+    path, checksum = folder / TARGET_HEAD_FILE, ""
+
+    def write(temporary: Path) -> None:
+        nonlocal checksum
+        checksum = write_tensor_file(temporary, {name: [head[name]] for name in sorted(head)}, {})
+
+    write_atomic(path, write)
+    return FileInfo(path.name, path.stat().st_size, checksum)
+
+
+def _same_head(folder: Path, head: Mapping[str, torch.Tensor]) -> bool:
+    stored = load_file(folder / TARGET_HEAD_FILE)
+    return stored.keys() == head.keys() and all(torch.equal(stored[name], head[name].cpu()) for name in stored)
+
+
+def _remove_temporary_files(folder: Path) -> None:
+    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        path.unlink()
+
+
+def _setting_differences(stored: dict[str, Any], given: dict[str, Any], where: str) -> list[Problem]:
+    mine, theirs = dict(_flat(stored)), dict(_flat(given))
+    return [
+        Problem(
+            where,
+            "store.other_settings",
+            f"settings.{key}: the store has {mine.get(key, 'nothing')!r}, this run has {theirs.get(key, 'nothing')!r}",
+            _OTHER_SETTINGS_FIX,
+        )
+        for key in sorted(mine.keys() | theirs.keys())
+        if key not in mine or key not in theirs or mine[key] != theirs[key]
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The value as JSON gives it back (tuples become lists), so that it can be compared with a stored one."""
+    result: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
+    return result

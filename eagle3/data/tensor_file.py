@@ -1,0 +1,60 @@
+"""Writes a safetensors file block by block: the bytes depend on nothing but the input, no tensor is joined in
+memory, and a full disk is an `OSError` (the safetensors package raises its own error and may change its layout).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+_CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> str:
+    """Writes `tensors`, in the order given, and returns the file's `sha256:<hex>`.
+
+    Args:
+        path: written in place; wrap it in `eagle3.files.write_atomic`.
+        tensors: name -> blocks that follow each other along dimension 0. Put larger element sizes first, so that
+            every tensor begins at a multiple of its element size.
+        metadata: the header's text entries. Give at most one where the bytes must not depend on a reader's order.
+
+    Raises:
+        OSError: the disk is full, or another failure of the file system.
+    """
+    digest = hashlib.sha256()
+    with open(path, "wb") as handle:
+        for block in _blocks(tensors, metadata):
+            handle.write(block)
+            digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _blocks(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, parts in tensors.items():
+        size = sum(part.nbytes for part in parts)
+        shape = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]
+        header[name] = {"dtype": _CODES[parts[0].dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for parts in tensors.values():
+        for part in parts:
+            yield memoryview(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

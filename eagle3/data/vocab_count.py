@@ -1,0 +1,30 @@
+"""How often each target token is supervised: what the draft vocab is chosen from.
+
+Shapes: V target vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from eagle3.data.store import StoreReader
+
+
+def count_supervised(reader: StoreReader, indices: Iterable[int] | None = None) -> torch.Tensor:
+    """int64 [V]: occurrences of each target id at supervised positions.
+
+    Always counted from the store itself; nothing is cached.
+
+    Args:
+        reader: the store.
+        indices: samples to count (default: all), e.g. the training part.
+    """
+    vocab_size = reader.contract.vocab_size
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for index in range(len(reader)) if indices is None else indices:
+        input_ids, loss_mask = reader.read_tokens(index)
+        supervised = input_ids[loss_mask].long()
+        counts.index_add_(0, supervised, torch.ones_like(supervised))
+    return counts
