@@ -9,13 +9,13 @@ Shapes: B rows, T tokens, H target hidden, D draft vocab, V target vocab, K TTT 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from eagle3.draft.config import ChainRule
-from eagle3.draft.vocab import DraftVocab
 
 LastHiddenKind = Literal["post_norm", "pre_norm"]
 _ARGMAX_ROWS = 1024
@@ -70,18 +70,23 @@ def active_terms(loss_mask: torch.Tensor, document_ids: torch.Tensor, steps: int
         steps: K.
         rule: see above.
     """
-    new_document = document_ids != shifted(document_ids, -1, -1)
-    new_document[:, 0] = True
-    runs = new_document.cumsum(1)
+    runs = document_runs(document_ids)
     supervised = loss_mask & (document_ids >= 0)
-    starts = supervised & (new_document | ~shifted(supervised, -1, False))
-    answers = starts.cumsum(1) * supervised
+    goes_on = shifted(supervised, -1, False) & (runs == shifted(runs, -1, -1))
+    answers = (supervised & ~goes_on).cumsum(1) * supervised
     terms = []
     for k in range(steps):
         first = shifted(answers, 1 if rule == "served" else 1 + k, 0)
         last = shifted(answers, 2 + k, 0)
-        terms.append((last > 0) & (first == last) & (runs == shifted(runs, 2 + k, 0)))
+        terms.append((last > 0) & (first == last) & (runs == shifted(runs, 2 + k, -1)))
     return torch.stack(terms)
+
+
+def document_runs(document_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [B, T], from 0 up over the whole batch: a number for each run of equal document ids [B, T] in a row."""
+    starts = document_ids != shifted(document_ids, -1, -1)
+    starts[:, 0] = True
+    return (starts.flatten().cumsum(0) - 1).view_as(document_ids)
 
 
 def shifted(x: torch.Tensor, by: int, fill: int | bool) -> torch.Tensor:
@@ -114,14 +119,33 @@ def target_argmax(head: TargetHead, last_hidden: torch.Tensor, rows: torch.Tenso
     return result.view(last_hidden.shape[:2])
 
 
-@torch.no_grad()
-def target_probabilities(head: TargetHead, states: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
-    """The target's distribution over the draft vocab alone, [R, D] in at least float32, of last hidden states [R, H]."""
-    logits = head.logits(states, vocab.ids)
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """-sum_d softmax(teacher)_d log softmax(logits)_d of each row, in at least float32.
+
+    Args:
+        logits: [R, D], the draft's.
+        teacher_logits: [R, D], the target's on the draft vocab; no gradient flows there.
+
+    Returns:
+        [R].
+    """
+    return _SoftCrossEntropy.apply(logits, teacher_logits)
 
 
-def soft_cross_entropy(logits: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """-sum_d p_d log softmax(logits)_d of each row, [R]; logits and p are [R, D], computed in at least float32."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return -(probabilities * logits.log_softmax(-1, dtype=dtype)).sum(-1)
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Keeps one [R, D] tensor for backward, the gradient itself, in the logits' own type."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        teacher = teacher_logits.softmax(-1, dtype=dtype)
+        log_draft = logits.log_softmax(-1, dtype=dtype)
+        losses = -(teacher * log_draft).sum(-1)
+        ctx.save_for_backward((log_draft.exp_() - teacher).to(logits.dtype))
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * grad[:, None].to(slope.dtype), None

@@ -1,0 +1,60 @@
+"""How a draft model starts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eagle3.draft.vocab import DraftVocab
+from eagle3.errors import Problem, raise_problems
+
+STANDARD_DEVIATION = 0.02
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Matrices from a normal of deviation 0.02, norms at one; the same on every device for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1)
+        else:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0, STANDARD_DEVIATION, generator=generator))
+
+
+@torch.no_grad()
+def init_from_target(
+    model: nn.Module,
+    embed: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    lm_head: torch.Tensor | None,
+    vocab: DraftVocab,
+) -> None:
+    """Takes over the target's embedding, final norm and the head's rows of the draft vocab.
+
+    Args:
+        model: a `DraftModel`.
+        embed: [V, H].
+        norm_weight: [H]; None leaves `norm` as it is.
+        lm_head: [V, H]; None leaves `lm_head` as it is.
+        vocab: the draft vocab.
+
+    Raises:
+        ProblemsError: kind `draft.target_shape`, for tensors that do not fit.
+    """
+    head = None if lm_head is None else lm_head[vocab.ids.to(lm_head.device)]
+    sources = {"embed_tokens.weight": embed, "norm.weight": norm_weight, "lm_head.weight": head}
+    given = {name: source for name, source in sources.items() if source is not None}
+    parameters = dict(model.named_parameters())
+    raise_problems(
+        Problem(
+            name,
+            "draft.target_shape",
+            f"the target gives {list(source.shape)}, the drafter has {list(parameters[name].shape)}",
+            "build the draft config from this target, and the draft vocab with this draft_vocab_size",
+        )
+        for name, source in given.items()
+        if source.shape != parameters[name].shape
+    )
+    for name, source in given.items():
+        parameters[name].copy_(source)

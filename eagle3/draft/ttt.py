@@ -1,0 +1,169 @@
+"""Training-time test: the draft model unrolled over its own outputs, and its loss (arXiv 2503.01840).
+
+`docs/training-step.md` says which terms count and how they are averaged. Only the rows that reach the loss are
+computed (`eagle3.draft.chains`).
+
+Shapes: B rows, T tokens, H hidden, D draft vocab, V target vocab, K TTT steps, S sources, R chains of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle3.draft.attention import attend
+from eagle3.draft.batch import DraftBatch
+from eagle3.draft.chains import ChainPlan, plan_chains
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.loss import TargetHead, soft_cross_entropy, target_argmax
+from eagle3.draft.model import DraftModel
+from eagle3.draft.rope import cos_sin
+from eagle3.draft.vocab import DraftVocab
+
+
+@dataclass(frozen=True, eq=False)
+class TermCounts:
+    """What the denominators of an optimiser step need of one batch, before any backward pass.
+
+    Attributes:
+        active: int64 [K], active terms.
+        in_vocab: int64 [K], those whose target argmax is in the draft vocab: the loss's denominators.
+        target_argmax: int64 [B, T], the target's greedy token over the full vocab where a term reads it, else -1.
+        plan: what to compute.
+    """
+
+    active: torch.Tensor
+    in_vocab: torch.Tensor
+    target_argmax: torch.Tensor
+    plan: ChainPlan
+
+
+@dataclass(frozen=True, eq=False)
+class TTTOutput:
+    """One batch's loss and its parts; all but `loss` are detached.
+
+    Attributes:
+        loss: scalar, sum over k of decay^k * loss_sums[k] / denominators[k].
+        loss_sums: [K], soft cross-entropy summed over active terms whose target argmax is in the draft vocab.
+        correct: int64 [K], active terms where the draft's greedy token is the target's.
+        active: int64 [K], active terms: the denominators of step accuracy.
+        in_vocab: int64 [K], the terms in `loss_sums`.
+    """
+
+    loss: torch.Tensor
+    loss_sums: torch.Tensor
+    correct: torch.Tensor
+    active: torch.Tensor
+    in_vocab: torch.Tensor
+
+
+def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
+    """Plans a batch and counts its terms; reads the target's head at the needed rows only."""
+    plan = plan_chains(batch.loss_mask, batch.document_ids, ttt.steps, ttt.chain_rule)
+    argmax = target_argmax(head, batch.last_hidden, plan.teacher_places)
+    known = vocab.to_draft(argmax.flatten()[plan.teacher_places]) >= 0
+    return TermCounts(
+        active=torch.stack([rows.active.sum() for rows in plan.steps]),
+        in_vocab=torch.stack([(rows.active & known[rows.ahead]).sum() for rows in plan.steps]),
+        target_argmax=argmax,
+        plan=plan,
+    )
+
+
+class TTTLoss(nn.Module):
+    """The draft model and its loss as one module, so that DDP and FSDP see one forward pass."""
+
+    draft_ids: torch.Tensor
+
+    def __init__(self, model: DraftModel, vocab: DraftVocab, ttt: TTTSettings) -> None:
+        super().__init__()
+        self.model = model
+        self.ttt = ttt
+        self.register_buffer("draft_ids", vocab.ids, persistent=False)
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """The draft vocab on the module's device."""
+        return DraftVocab(self.draft_ids, self.model.config.vocab_size)
+
+    def forward(self, batch: DraftBatch, head: TargetHead, counts: TermCounts, denominators: torch.Tensor) -> TTTOutput:
+        """Loss of one batch.
+
+        Args:
+            batch: the rows.
+            head: the target's head, on the batch's device.
+            counts: `count_terms` of this batch.
+            denominators: [K], `in_vocab` summed over every batch and rank of the optimiser step, times whatever
+                the caller's reduction of gradients divides by. A step with 0 contributes nothing.
+
+        Returns:
+            With no active term the loss is 0, and still connected to every trainable parameter.
+        """
+        if not counts.plan.document_sources:
+            return self._nothing(counts)
+        vocab, places = self.vocab, counts.plan.teacher_places
+        with torch.no_grad():
+            teacher = head.logits(batch.last_hidden.flatten(0, 1).index_select(0, places), vocab.ids)
+        targets = counts.target_argmax.flatten()[places]
+        known = vocab.to_draft(targets) >= 0
+        losses, correct = [], []
+        for rows, output in zip(counts.plan.steps, unroll(self.model, batch, counts.plan), strict=True):
+            logits = self.model.logits(output)
+            terms = soft_cross_entropy(logits, teacher.index_select(0, rows.ahead))
+            losses.append(terms.masked_fill(~(rows.active & known[rows.ahead]), 0).sum())
+            hits = vocab.to_target(logits.detach().argmax(-1)) == targets[rows.ahead]
+            correct.append((hits & rows.active).sum())
+        loss_sums = torch.stack(losses)
+        weights = self.ttt.decay ** torch.arange(self.ttt.steps, device=loss_sums.device)
+        loss = (loss_sums * weights / denominators.clamp(min=1)).sum()
+        return TTTOutput(loss, loss_sums.detach(), torch.stack(correct), counts.active, counts.in_vocab)
+
+    def _nothing(self, counts: TermCounts) -> TTTOutput:
+        zero = torch.stack([value.sum() for value in self.model.parameters() if value.requires_grad]).sum() * 0
+        loss_sums = zero.detach().expand(self.ttt.steps)
+        return TTTOutput(zero, loss_sums, torch.zeros_like(counts.active), counts.active, counts.in_vocab)
+
+
+def unroll(model: DraftModel, batch: DraftBatch, plan: ChainPlan) -> Iterator[torch.Tensor]:
+    """The layer's outputs h' [R, H] of step 0, 1, .. for the plan's chains; the plan must have a chain."""
+    layer, attention, config = model.midlayer, model.midlayer.self_attn, model.config
+    embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1])
+    positions = batch.position_ids.flatten()[plan.sources]
+    turn = cos_sin(config.rope, config.head_dim, positions)
+    hidden = model.fuse(batch.aux.flatten(0, 1).index_select(0, plan.sources))
+    x = layer.join(embedded, hidden)
+    keys, values = attention.key_value(x, turn)
+    own_keys = own_values = keys.new_empty(len(keys), 0, *keys.shape[1:])
+    for k, rows in enumerate(plan.steps):
+        hidden, own_keys, own_values = (part.index_select(0, rows.kept) for part in (hidden, own_keys, own_values))
+        if k == 0:
+            x, turn = x.index_select(0, rows.sources), (turn[0][rows.sources], turn[1][rows.sources])
+        else:
+            x = layer.join(embedded.index_select(0, rows.sources + k), hidden)
+            turn = cos_sin(config.rope, config.head_dim, positions[rows.sources] + k)
+            key, value = attention.key_value(x, turn)
+            own_keys = torch.cat([own_keys, key[:, None]], 1)
+            own_values = torch.cat([own_values, value[:, None]], 1)
+        attended = attend(attention.query(x, turn), keys, values, own_keys, own_values, plan, rows)
+        output = layer.finish(hidden, attended)
+        yield output
+        hidden = model.handed_on(output)
+
+
+@torch.no_grad()
+def draft_matches(model: DraftModel, batch: DraftBatch, vocab: DraftVocab, steps: int) -> torch.Tensor:
+    """bool [K, B, T]: the greedy draft at step k of chain i is token i + 2 + k, reading the batch's own tokens.
+
+    Chains that serving does not start are false. Up to its first false, a chain is what serving drafts there.
+    """
+    plan = plan_chains(batch.loss_mask, batch.document_ids, steps, "served")
+    ids = batch.input_ids.flatten()
+    matches = torch.zeros(steps, ids.numel(), dtype=torch.bool, device=ids.device)
+    if plan.document_sources:
+        for k, (rows, output) in enumerate(zip(plan.steps, unroll(model, batch, plan), strict=True)):
+            chains = plan.sources[rows.sources]
+            matches[k, chains] = vocab.to_target(model.logits(output).argmax(-1)) == ids[chains + 2 + k]
+    return matches.view(steps, *batch.input_ids.shape)
