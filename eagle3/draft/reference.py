@@ -1,0 +1,117 @@
+"""The draft model as serving runs it, written a second time: slow, in plain loops, for tests.
+
+One document, one chain, one token at a time, with the key/value cache as a list. Shares no code with the model, its
+attention, its rotary embedding or its unroll. It follows EAGLE-3 (arXiv 2503.01840) as SGLang computes
+`LlamaForCausalLMEagle3` (sglang/srt/models/llama_eagle3.py); the precision is that of the tensors given.
+
+Shapes: T tokens, A aux layers, H hidden, D draft vocab, K steps, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from eagle3.draft.config import DraftConfig, RopeConfig
+
+State = Mapping[str, torch.Tensor]
+
+
+def draft_logits(
+    state: State, config: DraftConfig, aux: torch.Tensor, tokens: torch.Tensor, start: int, steps: int
+) -> torch.Tensor:
+    """Draft logits [K, D] of the chain that starts from the state of token `start`.
+
+    The document's tokens 0 .. start are prefilled, each state beside the token after it; then each draft step feeds
+    the previous output and the next of `tokens` (teacher forcing: `tokens` stand for what was drafted).
+
+    Args:
+        state: weights by SGLang's names, the embedding included.
+        config: the draft model's shape.
+        aux: [T, A * H], the document's aux hidden states; those after `start` are not read.
+        tokens: int64 [T], the document's tokens; read up to start + steps.
+        start: the chain's own token.
+        steps: K.
+    """
+    cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for position in range(start + 1):
+        hidden = state["fc.weight"] @ aux[position]
+        output = _layer(state, config, cache, hidden, tokens[position + 1], position)
+    logits = []
+    for step in range(steps):
+        normed = _norm(output, state["norm.weight"], config.rms_norm_eps)
+        logits.append(state["lm_head.weight"] @ normed)
+        if step + 1 < steps:
+            hidden = normed if config.norm_output else output
+            output = _layer(state, config, cache, hidden, tokens[start + 2 + step], start + 1 + step)
+    return torch.stack(logits)
+
+
+def _layer(
+    state: State,
+    config: DraftConfig,
+    cache: list[tuple[torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor,
+    token: torch.Tensor,
+    position: int,
+) -> torch.Tensor:
+    """One token through the decoder layer; its key and value join the cache."""
+
+    def weight(name: str) -> torch.Tensor:
+        return state[f"midlayer.{name}.weight"]
+
+    embedded = _norm(state["embed_tokens.weight"][token], weight("input_layernorm"), config.rms_norm_eps)
+    x = torch.cat([embedded, _norm(hidden, weight("hidden_norm"), config.rms_norm_eps)])
+    query = (weight("self_attn.q_proj") @ x).view(config.num_attention_heads, config.head_dim)
+    key = (weight("self_attn.k_proj") @ x).view(config.num_key_value_heads, config.head_dim)
+    value = (weight("self_attn.v_proj") @ x).view(config.num_key_value_heads, config.head_dim)
+    cache.append((torch.stack([_turned(head, config.rope, position) for head in key]), value))
+    heads = []
+    for number in range(config.num_attention_heads):
+        shared = number // (config.num_attention_heads // config.num_key_value_heads)
+        turned = _turned(query[number], config.rope, position)
+        scores = torch.stack([turned @ keys[shared] / math.sqrt(config.head_dim) for keys, _ in cache])
+        shares = (scores - scores.max()).exp()
+        shares = shares / shares.sum()
+        heads.append(sum(share * values[shared] for share, (_, values) in zip(shares, cache, strict=True)))
+    hidden = hidden + weight("self_attn.o_proj") @ torch.cat(heads)
+    normed = _norm(hidden, weight("post_attention_layernorm"), config.rms_norm_eps)
+    gate = weight("mlp.gate_proj") @ normed
+    return hidden + weight("mlp.down_proj") @ (gate * torch.sigmoid(gate) * (weight("mlp.up_proj") @ normed))
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def _turned(head: torch.Tensor, rope: RopeConfig, position: int) -> torch.Tensor:
+    """One head [d] rotated to a position; channel j pairs with j + d / 2."""
+    half = len(head) // 2
+    turned = list(head)
+    for j in range(half):
+        angle = position * _frequency(rope, j / half)
+        turned[j] = head[j] * math.cos(angle) - head[j + half] * math.sin(angle)
+        turned[j + half] = head[j + half] * math.cos(angle) + head[j] * math.sin(angle)
+    return torch.stack(turned)
+
+
+def _frequency(rope: RopeConfig, depth: float) -> float:
+    """Radians a token of the channel pair at `depth` (0 .. 1) of the head."""
+    frequency = 1 / rope.rope_theta**depth
+    if rope.rope_type == "default":
+        return frequency
+    assert rope.factor
+    if rope.rope_type == "linear":
+        return frequency / rope.factor
+    assert rope.rope_type == "llama3"
+    assert rope.original_max_position_embeddings and rope.low_freq_factor and rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    if wavelength > rope.original_max_position_embeddings / rope.low_freq_factor:
+        return frequency / rope.factor
+    if wavelength < rope.original_max_position_embeddings / rope.high_freq_factor:
+        return frequency
+    reach = rope.original_max_position_embeddings / wavelength
+    smooth = (reach - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
