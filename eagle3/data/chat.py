@@ -84,7 +84,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """`sha256:<hex>` of the chat template's text."""
-    return digest_json(_template(tokenizer))
+    return digest_json(_template_text(tokenizer))
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -97,13 +97,14 @@ def render_prompt(
     messages: Sequence[Mapping[str, Any]],
     tools: list[Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    where: str = "prompt",
 ) -> list[int]:
     """Ids of the messages and the generation prompt: what a server would prefill.
 
     Raises:
         ProblemsError: kinds `chat.no_template`, `chat.template_error`.
     """
-    return list(_encode(tokenizer, messages, tools, template_kwargs or {}, add_generation_prompt=True)["input_ids"])
+    return _Template(tokenizer, tools, template_kwargs or {}, where).ids(messages, add_generation_prompt=True)
 
 
 def render(
@@ -121,20 +122,18 @@ def render(
             how the whole conversation begins), `chat.boundary_merged` (it is as text, but not as tokens),
             `chat.assistant_first`, `chat.answer_ids` (they do not spell the answer in this tokenizer).
     """
-    kwargs = template_kwargs or {}
+    where = f"conversation {conversation.id!r}"
+    template = _Template(tokenizer, conversation.tools, template_kwargs or {}, where)
     if conversation.answer_ids is not None:
-        return _verbatim(tokenizer, conversation, kwargs)
-    messages, tools = conversation.messages, conversation.tools
-    has_tags = tokenizer.is_fast and _GENERATION_TAG.search(_template(tokenizer)) is not None
-    encoded = _encode(tokenizer, messages, tools, kwargs, return_assistant_tokens_mask=has_tags)
-    ids = list(encoded["input_ids"])
-    allowed = [bool(item) for item in encoded["assistant_masks"]] if has_tags else [True] * len(ids)
+        return _verbatim(template, conversation.messages, conversation.answer_ids)
+    messages = conversation.messages
+    ids, allowed = template.ids_and_blocks(messages)
     special = set(special_token_ids(tokenizer))
     mask = [False] * len(ids)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start, end = _span(tokenizer, conversation, kwargs, ids, turn, special)
+        start, end = _span(template, messages, turn, ids, special)
         mask[start:end] = allowed[start:end]
         if end - start > 1 and ids[end - 1] in special:  # a block may close before the end-of-turn token
             mask[end - 1] |= mask[end - 2]
@@ -186,7 +185,41 @@ def prepare_samples(
     return samples, report
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+@dataclass(frozen=True)
+class _Template:
+    """The tokenizer's chat template with all that is the same for every prefix of a conversation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: list[Any] | None
+    kwargs: Mapping[str, Any]
+    where: str
+
+    def ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return list(self._apply(messages, return_dict=True, **options)["input_ids"])
+
+    def text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return str(self._apply(messages, tokenize=False, **options))
+
+    def ids_and_blocks(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Ids, and which of them are in a `{% generation %}` block (all, where the template has none)."""
+        if not (self.tokenizer.is_fast and _GENERATION_TAG.search(_template_text(self.tokenizer))):
+            ids = self.ids(messages)
+            return ids, [True] * len(ids)
+        encoded = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"]), [bool(item) for item in encoded["assistant_masks"]]
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        _template_text(self.tokenizer)
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tools=self.tools, **options, **self.kwargs
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            message = f"the chat template fails: {error}"
+            raise problem_error(self.where, "chat.template_error", message, _SKIP) from error
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
@@ -194,56 +227,32 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
         raise problem_error(tokenizer.name_or_path, "chat.no_template", f"no chat template: {error}", fix) from error
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: list[Any] | None,
-    template_kwargs: Mapping[str, Any],
-    **options: Any,
-) -> Any:
-    _template(tokenizer)
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools, return_dict=True, **{"tokenize": True, **options}, **template_kwargs
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        message = f"the chat template fails: {error}"
-        raise problem_error("conversation", "chat.template_error", message, _SKIP) from error
-
-
 def _span(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    kwargs: Mapping[str, Any],
-    ids: list[int],
-    turn: int,
-    special: set[int],
+    template: _Template, messages: list[dict[str, Any]], turn: int, ids: list[int], special: set[int]
 ) -> tuple[int, int]:
-    """[start, end) of the answer in message `turn`: after its prompt, up to and with its end-of-turn token."""
-    messages, tools = conversation.messages, conversation.tools
-    where = f"conversation {conversation.id!r} messages[{turn}]"
+    """[start, end) of the answer in `messages[turn]`: after its prompt, up to and with its end-of-turn token."""
+    where = f"{template.where} messages[{turn}]"
     if turn == 0:
         raise problem_error(where, "chat.assistant_first", "an answer without a prompt", _SKIP)
-    prompt = render_prompt(tokenizer, messages[:turn], tools, kwargs)
+    prompt = template.ids(messages[:turn], add_generation_prompt=True)
     if ids[: len(prompt)] != prompt:
-        texts = [
-            _encode(tokenizer, part, tools, kwargs, tokenize=False, add_generation_prompt=part is not messages)
-            for part in (messages[:turn], messages)
-        ]
-        if texts[1].startswith(texts[0]):
+        if template.text(messages).startswith(template.text(messages[:turn], add_generation_prompt=True)):
             message = "the answer's first characters merge with the prompt's last token"
             raise problem_error(where, "chat.boundary_merged", message, f"give answer_ids, or {_SKIP}")
         raise _rewritten(where, "the prompt of this answer")
-    last = turn == len(messages) - 1
-    upto = ids if last else list(_encode(tokenizer, messages[: turn + 1], tools, kwargs)["input_ids"])
-    end = len(upto)
-    while end > len(prompt) and upto[end - 1] not in special and not tokenizer.decode([upto[end - 1]]).strip():
-        end -= 1
-    if end == len(prompt) or upto[end - 1] not in special:
-        end = len(upto)  # the template writes no end-of-turn token: all of it is the answer
-    if ids[:end] != upto[:end]:
+    until = ids if turn == len(messages) - 1 else template.ids(messages[: turn + 1])
+    end = _answer_end(template.tokenizer, until, len(prompt), special)
+    if ids[:end] != until[:end]:
         raise _rewritten(where, "this answer")
     return len(prompt), end
+
+
+def _answer_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, special: set[int]) -> int:
+    """Just after the end-of-turn token: the last special token that only white space follows, else the very end."""
+    end = len(ids)
+    while end > start and ids[end - 1] not in special and not str(tokenizer.decode([ids[end - 1]])).strip():
+        end -= 1
+    return end if end > start and ids[end - 1] in special else len(ids)
 
 
 def _rewritten(where: str, what: str) -> ProblemsError:
@@ -252,18 +261,17 @@ def _rewritten(where: str, what: str) -> ProblemsError:
     return problem_error(where, "chat.history_rewritten", message, fix)
 
 
-def _verbatim(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, kwargs: Mapping[str, Any]) -> Rendered:
-    answer, message = conversation.answer_ids or [], conversation.messages[-1]
-    where = f"conversation {conversation.id!r}"
+def _verbatim(template: _Template, messages: list[dict[str, Any]], answer: list[int]) -> Rendered:
+    tokenizer, message = template.tokenizer, messages[-1]
     fix = "use the tokenizer of the model that gave these answers, or remove answer_ids"
     if not all(0 <= token < len(tokenizer) for token in answer):
         text = f"answer_ids reach {min(answer)} to {max(answer)}, the tokenizer has 0 to {len(tokenizer) - 1}"
-        raise problem_error(where, "chat.answer_ids", text, fix)
-    content = message.get("content") or ""
-    spelled = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    plain = message.keys() <= {"role", "content"} and isinstance(content, str)
-    if plain and spelled.strip() != content.strip():
+        raise problem_error(template.where, "chat.answer_ids", text, fix)
+    content = message.get("content")
+    spelled = str(tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    # reasoning and tool calls are spelled besides the content, in the template's own marks
+    if message.keys() == {"role", "content"} and isinstance(content, str) and spelled.strip() != content.strip():
         text = f"answer_ids spell {spelled[:60]!r}, the answer is {content[:60]!r}"
-        raise problem_error(where, "chat.answer_ids", text, fix)
-    prompt = render_prompt(tokenizer, conversation.messages[:-1], conversation.tools, kwargs)
+        raise problem_error(template.where, "chat.answer_ids", text, fix)
+    prompt = template.ids(messages[:-1], add_generation_prompt=True)
     return Rendered(prompt + answer, [False] * len(prompt) + [True] * len(answer))

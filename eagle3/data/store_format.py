@@ -138,9 +138,9 @@ def parse_manifest(value: object, where: str) -> Manifest:
     contract = None
     if isinstance(value.get("contract"), dict):
         try:
-            contract = WiringContract.from_dict(value["contract"])
+            contract = WiringContract.from_dict(value["contract"], f"{where}: contract")
         except ProblemsError as error:
-            problems += [Problem(f"{where}: contract", item.kind, item.message, item.fix) for item in error.problems]
+            problems += error.problems
     if isinstance(value.get("target_head"), dict):
         problems += _check_file(value["target_head"], "target_head", _FILE_FIELDS, where)
     if isinstance(value.get("shards"), list):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -90,11 +89,11 @@ class StoreWriter:
                 )
             self._save_manifest()
             self._remove_unlisted_shards()
-            self.completed = {sample.id for shard in self._manifest.shards for sample in shard.samples}
-            """Ids of the samples that are safely in the store."""
         except BaseException:
             self._lock.close()
             raise
+        self.completed = {sample.id for shard in self._manifest.shards for sample in shard.samples}
+        """Ids of the samples that are safely in the store."""
 
     def add(self, sample: StoredSample) -> None:
         """Takes one sample; writes a shard when there is enough for one.
@@ -132,9 +131,7 @@ class StoreWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:
             if kind is None:
                 self.flush()

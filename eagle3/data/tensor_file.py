@@ -57,4 +57,4 @@ def _blocks(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str
     yield text
     for parts in tensors.values():
         for part in parts:
-            yield memoryview(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            yield part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
