@@ -126,7 +126,7 @@ def read_json(path: Path, what: str) -> Any:
         raise problem_error(str(path), "file.missing", f"no such file ({what})", "check the path") from None
     except IsADirectoryError:
         raise problem_error(str(path), "file.missing", f"is a folder, expected {what}", "check the path") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         message = f"is not valid JSON ({what}): {error}"
         raise problem_error(str(path), "file.not_json", message, "restore the file from its source") from None
 

@@ -1,0 +1,187 @@
+"""From output indices to each serving engine's numbers, and from a checkpoint's numbers to what a server captures.
+
+The conventions are data in `conventions.py`; here they are looked up and applied. An engine, a version or a target
+family that is not in the table is a named error, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from eagle3.errors import Problem, ProblemsError, problem_error
+from eagle3.wiring.conventions import CONVENTIONS, Convention, Rule
+from eagle3.wiring.layers import LayerWiring
+
+_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:\.post(\d+))?(?:\+[A-Za-z0-9.]+)?")
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """A released version such as `0.5.12.post1`; a local label (`+cu129`) does not count.
+
+    Raises:
+        ProblemsError: kind `engine.version_malformed`; also for pre-releases, whose rules nobody read.
+    """
+
+    text: str = field(compare=False)
+    release: tuple[int, ...] = field(init=False)
+    post: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        match = _VERSION.fullmatch(self.text) if isinstance(self.text, str) else None
+        if match is None:
+            message = f"{self.text!r} is not a released version"
+            raise problem_error("engine_version", "engine.version_malformed", message, "write e.g. 0.5.12.post1")
+        numbers = [int(part) for part in match[1].split(".")]
+        while numbers[-1] == 0 and len(numbers) > 1:
+            numbers.pop()
+        object.__setattr__(self, "release", tuple(numbers))
+        object.__setattr__(self, "post", int(match[2]) if match[2] else -1)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class EngineIds:
+    """What to write into a checkpoint's config.json.
+
+    Attributes:
+        engine, version: what it was worked out for.
+        key: dotted key of config.json.
+        ids: the engine's numbers, in slot order.
+    """
+
+    engine: str
+    version: str
+    key: str
+    ids: tuple[int, ...]
+
+
+def newest_known(engine: str) -> str:
+    """The newest version whose convention was read.
+
+    Raises:
+        ProblemsError: kind `engine.unknown`.
+    """
+    return str(max(Version(convention.last) for convention in _of_engine(engine)))
+
+
+def conventions_of(engine: str, family: str) -> list[Convention]:
+    """Every version range of this engine for this target family, oldest first.
+
+    Raises:
+        ProblemsError: kinds `engine.unknown`, `engine.family_unknown`.
+    """
+    known = _of_engine(engine)
+    found = [convention for convention in known if convention.family in (family, "*")]
+    if not found:
+        families = ", ".join(sorted({convention.family for convention in known}))
+        message = f"{engine}'s layer ids are not known for target family {family!r}, only for {families}"
+        fix = "use one of these, or add its convention and source to eagle3/wiring/conventions.py"
+        raise problem_error("target family", "engine.family_unknown", message, fix)
+    return sorted(found, key=lambda convention: Version(convention.first))
+
+
+def find_convention(engine: str, version: str | None, family: str) -> Convention:
+    """The convention of one engine version (default: the newest known) for one target family.
+
+    Raises:
+        ProblemsError: kinds `engine.unknown`, `engine.version_unknown`, `engine.version_malformed`,
+            `engine.family_unknown`, `engine.unsupported`.
+    """
+    wanted = Version(version if version is not None else newest_known(engine))
+    candidates = conventions_of(engine, family)
+    for convention in candidates:
+        if Version(convention.first) <= wanted <= Version(convention.last):
+            if convention.unsupported:
+                fix = f"serve it with {engine} {newest_known(engine)}"
+                raise problem_error(f"{engine} {wanted}", "engine.unsupported", convention.unsupported, fix)
+            return convention
+    ranges = ", ".join(version_range(convention) for convention in candidates if not convention.unsupported)
+    message = f"the layer ids of {engine} {wanted} are not known for target family {family!r}; known: {ranges}"
+    fix = f"use a known version (newest: {newest_known(engine)}), or read that version's rule and add it"
+    raise problem_error(f"{engine} {wanted}", "engine.version_unknown", message, fix)
+
+
+def version_range(convention: Convention) -> str:
+    """E.g. `0.5.10 to 0.5.12.post1`, or one version."""
+    if convention.first == convention.last:
+        return convention.first
+    if convention.first == "0.0.0":
+        return f"up to {convention.last}"
+    return f"{convention.first} to {convention.last}"
+
+
+def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: str) -> EngineIds:
+    """The numbers that make this engine version capture exactly these layers (default version: the newest known).
+
+    Raises:
+        ProblemsError: as `find_convention`, and `engine.embedding`, `engine.last_layer`, `engine.inexpressible` for
+            layers that this engine cannot be told to capture.
+    """
+    convention = find_convention(engine, version, family)
+    wanted = version if version is not None else newest_known(engine)
+    if problems := _unreachable(wiring, convention, f"{engine} {wanted}"):
+        raise ProblemsError(problems)
+    for ids in (wiring.output_indices, wiring.boundaries):
+        if requested_boundaries(ids, convention, wiring.num_hidden_layers) == wiring.boundaries:
+            return EngineIds(engine, wanted, convention.key, ids)
+    message = (
+        f"{list(wiring.boundaries)} cannot be written for {family}: a list of boundaries that starts with 1 is read "
+        "as one layer later"
+    )
+    fix = "train on other layers (add the embedding, or leave layer 0 out), or serve with another version"
+    raise problem_error(f"{engine} {wanted}", "engine.inexpressible", message, fix)
+
+
+def boundaries_read(
+    ids: Sequence[int], engine: str, version: str | None, family: str, num_hidden_layers: int
+) -> tuple[int, ...]:
+    """The boundaries that a server captures for these ids: ascending, and without those that its loop never visits.
+
+    Raises:
+        ProblemsError: as `find_convention`.
+    """
+    convention = find_convention(engine, version, family)
+    requested = requested_boundaries(ids, convention, num_hidden_layers)
+    last = num_hidden_layers if convention.last_layer else num_hidden_layers - 1
+    return tuple(sorted({boundary for boundary in requested if 0 <= boundary <= last}))
+
+
+def requested_boundaries(ids: Sequence[int], convention: Convention, num_hidden_layers: int) -> tuple[int, ...]:
+    """What the engine's rule makes of each id, in the order of the ids, reachable or not."""
+    match convention.rule:
+        case Rule.OUTPUT_INDEX:
+            shift = 1
+        case Rule.BOUNDARY:
+            shift = 0
+        case Rule.OUTPUT_INDEX_IF_FIRST_IS_1:
+            shift = 1 if ids and ids[0] == 1 else 0
+        case Rule.BOUNDARY_IF_LAST_IS_N:
+            shift = 0 if ids and max(ids) == num_hidden_layers else 1
+    return tuple(value + shift for value in ids)
+
+
+def _of_engine(engine: str) -> list[Convention]:
+    found = [convention for convention in CONVENTIONS if convention.engine == engine]
+    if not found:
+        known = ", ".join(sorted({convention.engine for convention in CONVENTIONS}))
+        raise problem_error("engine", "engine.unknown", f"{engine!r} is not known, only {known}", "use one of these")
+    return found
+
+
+def _unreachable(wiring: LayerWiring, convention: Convention, where: str) -> list[Problem]:
+    problems = []
+    if 0 in wiring.boundaries and not convention.embedding:
+        message = f"{convention.engine} cannot capture the embedding of a {convention.family} target in this version"
+        later = [other for other in conventions_of(convention.engine, convention.family) if other.embedding]
+        fix = "train without -1" + (f", or serve with {version_range(later[0])}" if later else "")
+        problems.append(Problem(where, "engine.embedding", message, fix))
+    if wiring.num_hidden_layers in wiring.boundaries and not convention.last_layer:
+        message = f"{convention.engine} cannot capture the last layer's output of a {convention.family} target"
+        fix = f"use layers up to {wiring.num_hidden_layers - 2}"
+        problems.append(Problem(where, "engine.last_layer", message, fix))
+    return problems
