@@ -30,7 +30,7 @@ from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, write_atomic, write_json_atomic
 from eagle3.wiring.contract import WiringContract
 
-_OTHER_SETTINGS_FIX = "use the settings of the store, or another output folder"
+_OTHER_SETTINGS_FIX = "use its settings, or another output"
 
 
 class StoreWriter:
@@ -150,7 +150,7 @@ class StoreWriter:
     ) -> Manifest:
         manifest, where = load_manifest(self.folder), str(self.folder)
         problems = manifest.contract.compare(contract, where, "this run")
-        problems += _setting_differences(manifest.settings, settings, where)
+        problems += setting_differences(manifest.settings, settings, where)
         damaged_head = check_target_head(self.folder, manifest)
         if not damaged_head and not _same_head(self.folder, target_head):
             message = "the store was begun with other weights of the target's embedding, norm or head"
@@ -250,18 +250,16 @@ def _remove_temporary_files(folder: Path) -> None:
         path.unlink()
 
 
-def _setting_differences(stored: dict[str, Any], given: dict[str, Any], where: str) -> list[Problem]:
+def setting_differences(stored: dict[str, Any], given: dict[str, Any], where: str) -> list[Problem]:
+    """One problem for each setting (JSON values, nested keys dotted) in which a run differs from what it resumes."""
     mine, theirs = dict(_flat(stored)), dict(_flat(given))
-    return [
-        Problem(
-            where,
-            "store.other_settings",
-            f"settings.{key}: the store has {mine.get(key, 'nothing')!r}, this run has {theirs.get(key, 'nothing')!r}",
-            _OTHER_SETTINGS_FIX,
-        )
-        for key in sorted(mine.keys() | theirs.keys())
-        if key not in mine or key not in theirs or mine[key] != theirs[key]
-    ]
+    problems = []
+    for key in sorted(mine.keys() | theirs.keys()):
+        if key not in mine or key not in theirs or mine[key] != theirs[key]:
+            begun, now = mine.get(key, "nothing"), theirs.get(key, "nothing")
+            message = f"settings.{key}: it was begun with {begun!r}, this run has {now!r}"
+            problems.append(Problem(where, "store.other_settings", message, _OTHER_SETTINGS_FIX))
+    return problems
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -1,0 +1,187 @@
+"""The target in this process, through Transformers, read by forward hooks.
+
+Hooks reach the raw output of every decoder layer, the last one included (Transformers' own last hidden state is
+after the final norm). Rows are padded on the right, under a causal mask, so no sample sees a padding token.
+
+Legend: B rows, T tokens, A aux layers, H target hidden, V target vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from eagle3.config import TargetConfig
+from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.target.capture import Capture
+from eagle3.target.resolve import TargetFiles, pick_device
+from eagle3.target.spec import TargetSpec
+from eagle3.wiring.layers import EMBEDDING, LayerWiring
+
+_NAMES_SHOWN = 5
+
+
+def load_model(files: TargetFiles, target: TargetConfig) -> PreTrainedModel:
+    """The text model in `target.dtype` on `target.device`, frozen, in eval mode.
+
+    Raises:
+        ProblemsError: a weight is missing or of another shape (Transformers would leave it random), a file is
+            damaged, or the device does not exist.
+    """
+    device = pick_device(target.device)
+    where = str(files.folder)
+    try:
+        with _quiet():
+            model, info = files.spec.load(files.folder, getattr(torch, target.dtype))
+    except (OSError, ValueError, SafetensorError, ImportError) as error:
+        message = f"cannot be loaded: {error}"
+        raise problem_error(where, "target.cannot_load", message, "check that the checkpoint is whole") from error
+    fix = "download the checkpoint again, or correct its config.json"
+    raise_problems(
+        Problem(where, f"target.{kind}_weights", f"{len(info[key])} weights are {kind}: {_some(info[key])}", fix)
+        for kind, key in (("missing", "missing_keys"), ("mismatched", "mismatched_keys"))
+        if info[key]
+    )
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Transformers itself says of a batch, for the self-check.
+
+    Attributes:
+        captures: as `TransformersEngine.capture` gives them, from the same forward pass.
+        logits: [T, V] of each sample.
+        hidden_states: Transformers' N + 1 entries, each a list with [T, H] of each sample; the last is post-norm.
+    """
+
+    captures: list[Capture]
+    logits: list[torch.Tensor]
+    hidden_states: list[list[torch.Tensor]]
+
+
+class TransformersEngine:
+    """Captures `wiring`'s layers and the states that the head reads, before (`pre_norm`) or after the final norm."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: TargetSpec,
+        wiring: LayerWiring,
+        last_hidden_states: Literal["post_norm", "pre_norm"],
+    ) -> None:
+        self.model = model
+        self.spec = spec
+        self.wiring = wiring
+        self.last_hidden_states = last_hidden_states
+
+    @torch.inference_mode()
+    def capture(self, batch: Sequence[Sequence[int]]) -> list[Capture]:
+        """See `CaptureEngine`; logits are never computed."""
+        with self._hooks() as taken:
+            self.model.base_model(**self._inputs(batch))
+        return self._captures(batch, taken)
+
+    @torch.inference_mode()
+    def reference(self, batch: Sequence[Sequence[int]]) -> Reference:
+        """Captures a (small) batch together with the model's own logits and hidden states."""
+        with self._hooks() as taken:
+            output = self.model(**self._inputs(batch), output_hidden_states=True)
+        return Reference(
+            captures=self._captures(batch, taken),
+            logits=_rows(output.logits, batch),
+            hidden_states=[_rows(states, batch) for states in output.hidden_states],
+        )
+
+    @torch.inference_mode()
+    def normed(self, states: torch.Tensor) -> torch.Tensor:
+        """The model's own final norm of [T, H], on the CPU."""
+        output: torch.Tensor = self.spec.final_norm(self.model)(states.to(self.model.device))
+        return output.cpu()
+
+    def _inputs(self, batch: Sequence[Sequence[int]]) -> dict[str, Any]:
+        lengths = torch.tensor([len(tokens) for tokens in batch])
+        rows = [torch.tensor(tokens, dtype=torch.long) for tokens in batch]
+        # Any id does for padding: the mask is by length, since a target's PAD may be its EOS.
+        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        mask = positions < lengths[:, None]
+        device = self.model.device
+        return {
+            "input_ids": input_ids.to(device),
+            "attention_mask": mask.long().to(device),
+            "position_ids": positions.to(device),
+            "use_cache": False,
+        }
+
+    @contextmanager
+    def _hooks(self) -> Iterator[dict[int | str, torch.Tensor]]:
+        """Fills {output index: [B, T, H], "last": [B, T, H]} during a forward pass."""
+        taken: dict[int | str, torch.Tensor] = {}
+        layers = self.spec.decoder_layers(self.model)
+        norm = self.spec.final_norm(self.model)
+        handles = []
+        for index in self.wiring.output_indices:
+            if index == EMBEDDING:
+                hook = partial(_keep_input, taken, index)
+                handles.append(layers[0].register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                handles.append(layers[index].register_forward_hook(partial(_keep_output, taken, index)))
+        if self.last_hidden_states == "pre_norm":
+            handles.append(norm.register_forward_pre_hook(partial(_keep_input, taken, "last"), with_kwargs=True))
+        else:
+            handles.append(norm.register_forward_hook(partial(_keep_output, taken, "last")))
+        try:
+            yield taken
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _captures(self, batch: Sequence[Sequence[int]], taken: dict[int | str, torch.Tensor]) -> list[Capture]:
+        aux = torch.cat([taken[index] for index in self.wiring.output_indices], dim=-1)
+        pairs = zip(_rows(aux, batch), _rows(taken["last"], batch), strict=True)
+        return [Capture(aux_rows, last_rows) for aux_rows, last_rows in pairs]
+
+
+def _keep_input(
+    taken: dict[int | str, torch.Tensor], key: int | str, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+) -> None:
+    taken[key] = args[0] if args else kwargs["hidden_states"]
+
+
+def _keep_output(
+    taken: dict[int | str, torch.Tensor], key: int | str, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    taken[key] = output[0] if isinstance(output, tuple) else output
+
+
+def _rows(states: torch.Tensor, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """[B, T, width] -> each sample's own rows, on the CPU, as storage of their own."""
+    return [row[: len(tokens)].cpu().clone() for row, tokens in zip(states, batch, strict=True)]
+
+
+def _some(names: Any) -> str:
+    shown = sorted(str(name) for name in names)
+    more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
+    return ", ".join(shown[:_NAMES_SHOWN]) + more
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers' key report lists, as warnings, the vision weights that a text model leaves out on purpose."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

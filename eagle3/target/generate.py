@@ -1,0 +1,120 @@
+"""Answers to prompts, token by token, from a Transformers model: batched, yet the same as one prompt at a time.
+
+Legend: B prompts, V target vocab.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from eagle3.errors import problem_error
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One answer.
+
+    Attributes:
+        ids: its tokens; the last one is the end-of-text token if it stopped by itself.
+        finish: `stop` (end-of-text) or `length` (cut at the limit).
+    """
+
+    ids: list[int]
+    finish: Literal["stop", "length"]
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-text tokens of the checkpoint's generation_config.json (else config.json), ascending.
+
+    Raises:
+        ProblemsError: kind `target.no_eos`; no answer would ever end.
+    """
+    assert model.generation_config is not None
+    value = model.generation_config.eos_token_id
+    if value is None:
+        message = "names no eos_token_id, so no answer would ever end"
+        raise problem_error("generation_config.json", "target.no_eos", message, "add it to the target's folder")
+    return tuple(sorted({value} if isinstance(value, int) else set(value)))
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop_ids: Sequence[int],
+    temperature: float,
+    seeds: Sequence[int],
+) -> list[Generated]:
+    """Answers to B prompts: greedy at temperature 0, else sampled from the whole distribution.
+
+    The checkpoint's own sampling defaults (top_p, repetition penalty and so on) are not applied.
+
+    Args:
+        prompts: token ids of each prompt.
+        limits: most tokens of each answer.
+        stop_ids: end-of-text tokens. The padding token may be one of them: prompts are masked by length, and an
+            answer is cut at the first stop token that was generated.
+        temperature: 0 or above.
+        seeds: of each prompt, so that its sample does not depend on the prompts beside it.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    pad = stop_ids[0]
+    rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    processors = LogitsProcessorList([_Sampling(temperature, seeds)] if temperature else [])
+    with _plain_generation(model, stop_ids, pad):
+        output = cast(Any, model).generate(
+            torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(masks, device=model.device),
+            logits_processor=processors,
+            max_new_tokens=max(limits),
+            do_sample=False,
+        )
+    answers = output[:, width:].tolist()
+    return [_cut(answer[:limit], stop_ids) for answer, limit in zip(answers, limits, strict=True)]
+
+
+def prompt_seed(seed: int, prompt_id: str) -> int:
+    """A seed for one prompt, from the run's seed and the prompt's id."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:7])
+
+
+def _cut(answer: list[int], stop_ids: Sequence[int]) -> Generated:
+    for place, token in enumerate(answer):
+        if token in stop_ids:
+            return Generated(answer[: place + 1], "stop")
+    return Generated(answer, "length")
+
+
+class _Sampling(LogitsProcessor):
+    """Adds Gumbel noise, whose argmax is a sample of softmax(logits / temperature) (Gumbel 1954)."""
+
+    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
+        self.temperature = temperature
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        # In float64: its exponential reaches far enough into the tail for a vocabulary of 160k tokens.
+        draws = [torch.empty(scores.shape[-1], dtype=torch.float64) for _ in self.generators]
+        for draw, generator in zip(draws, self.generators, strict=True):
+            draw.exponential_(generator=generator)
+        noise = torch.stack(draws).log().to(scores.device, torch.float32)
+        return cast(torch.FloatTensor, scores.float() / self.temperature - noise)
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel, stop_ids: Sequence[int], pad: int) -> Iterator[None]:
+    before = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=list(stop_ids), pad_token_id=pad)
+    try:
+        yield
+    finally:
+        model.generation_config = before

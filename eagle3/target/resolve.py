@@ -1,0 +1,112 @@
+"""A target named in a config -> its folder on this machine, its config and what identifies it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from eagle3.config import TargetConfig
+from eagle3.errors import Eagle3Error, problem_error
+from eagle3.target.families import find_spec
+from eagle3.target.spec import TargetSpec
+from eagle3.wiring.targets import TargetFacts, facts_from_config, read_target_config, text_config
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_CODE_FILES = ("*.py",)
+_PROBE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target's checkpoint folder.
+
+    Attributes:
+        folder: where it is.
+        config: the whole config.json.
+        facts: its shape, under the name that contracts give it.
+        spec: how its family loads.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    facts: TargetFacts
+    spec: TargetSpec
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        return text_config(self.config)
+
+
+def find_target(target: TargetConfig) -> TargetFiles:
+    """Finds the checkpoint, downloading it from the hub if `path` is no folder here. Loads no weights.
+
+    Raises:
+        ProblemsError: it is nowhere, has no (good) config.json, or its model type is not supported.
+    """
+    folder = _folder(target)
+    config = read_target_config(folder)
+    spec = find_spec(config.get("model_type"), str(folder))
+    return TargetFiles(folder, config, facts_from_config(config, target.contract_name, str(folder)), spec)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first GPU, else the CPU.
+
+    Raises:
+        ProblemsError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise problem_error(
+            "target.device", "target.device", f"{name!r} cannot be used: {reason}", "use cpu, cuda or auto"
+        ) from None
+    return device
+
+
+def weights_digest(folder: Path) -> str:
+    """`sha256:<hex>` of every weight file's name, size, and first, middle and last 64 KiB.
+
+    Tells other weights of the same shapes apart without reading hundreds of gigabytes; not a proof of equality.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as handle:
+            for begin in (0, max(size - _PROBE_BYTES, 0) // 2, max(size - _PROBE_BYTES, 0)):
+                handle.seek(begin)
+                digest.update(handle.read(_PROBE_BYTES))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _folder(target: TargetConfig) -> Path:
+    local = Path(target.path).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise _not_found(target.path, "is a file, expected a checkpoint folder or a hub id")
+    if local.is_absolute() or target.path.startswith(".") or target.path.count("/") > 1:
+        raise _not_found(target.path, "no such folder")
+    patterns = [*_FILES, *(_CODE_FILES if target.trust_remote_code else ())]
+    try:
+        return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = f"is no folder here, and the Hugging Face hub does not give it: {reason}"
+        raise _not_found(target.path, message) from error
+
+
+def _not_found(path: str, message: str) -> Eagle3Error:
+    fix = "give the folder of a checkpoint, or a hub id (owner/name) that you can reach and may read"
+    return problem_error(path, "target.not_found", message, fix)
