@@ -149,6 +149,8 @@ class DraftSection(Section):
     """Hand the normed output to the next draft step (EAGLE-3.1; SGLang from 0.5.12.post1)."""
     init: Literal["target_head", "random"] = "target_head"
     """Start head and final norm from the target's, or everything at random."""
+    fc_init: Literal["last_slot", "random"] = "last_slot"
+    """Start `fc` by passing the deepest captured layer on (plus small noise), or at random."""
 
 
 class TTTSection(Section):

@@ -9,6 +9,7 @@ from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, raise_problems
 
 STANDARD_DEVIATION = 0.02
+LAST_SLOT_NOISE = 0.1
 
 
 @torch.no_grad()
@@ -58,3 +59,16 @@ def init_from_target(
     )
     for name, source in given.items():
         parameters[name].copy_(source)
+
+
+@torch.no_grad()
+def start_fc_at_last_slot(fc: nn.Linear) -> None:
+    """Makes `fc` [H, A * H] pass the deepest captured layer on, plus a tenth of the weights it has.
+
+    That layer is the nearest to what the head reads, so a head started from the target's makes sense of it from the
+    first step on. On SmolLM2-135M with 256 answers it gives in 4 epochs what a random `fc` needs 8 for
+    (`docs/benchmarks.md`).
+    """
+    width = fc.out_features
+    fc.weight.mul_(LAST_SLOT_NOISE)
+    fc.weight[:, -width:] += torch.eye(width, dtype=fc.weight.dtype, device=fc.weight.device)
