@@ -12,14 +12,13 @@ from eagle3.data.chat import template_digest, tokenizer_digest
 from eagle3.data.conversations import Conversation
 from eagle3.files import digest_json
 from eagle3.target.resolve import TargetFiles, weights_digest
+from eagle3.wiring.targets import config_digest
 
 
-def target_identity(
-    files: TargetFiles, tokenizer: PreTrainedTokenizerBase, target: TargetConfig
-) -> dict[str, str | None]:
+def target_identity(files: TargetFiles, tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> dict[str, str]:
     """What the target's tokens and states depend on; its folder's name and its device are not part of it."""
     return {
-        "config": files.facts.config_digest,
+        "config": config_digest(files.config),
         "weights": weights_digest(files.folder),
         "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": template_digest(tokenizer),

@@ -24,7 +24,6 @@ from eagle3.target.generate import Generated, eos_ids, generate, prompt_seed
 from eagle3.target.identity import conversations_digest, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
 
-
 _FIX = "correct the record, or pass data.skip_bad=true to leave such records out"
 
 

@@ -1,0 +1,130 @@
+"""`eagle3 extract`: the target's hidden states for conversations, as a store.
+
+Everything that can be refused is refused before the first byte is written (`plan.py`, `selfcheck.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.config import ExtractConfig
+from eagle3.data.chat import PrepareReport
+from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.draft.loss import TargetHead
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size
+from eagle3.target.engines.transformers import TransformersEngine, load_model
+from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
+from eagle3.target.selfcheck import self_check
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """What is in the store now.
+
+    Attributes:
+        output: its folder.
+        samples, tokens, supervised_tokens: in the store.
+        extracted: samples that this run added.
+        prepared: what became of the conversations.
+    """
+
+    output: str
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    extracted: int
+    prepared: PrepareReport
+
+
+def run_extract(cfg: ExtractConfig) -> ExtractReport:
+    """Extracts what is missing in `cfg.output`.
+
+    Raises:
+        ProblemsError: the layers, the target, the data, the disk or an earlier run's settings do not fit (all
+            differences are listed), or the self-check failed: nothing was written then. Or a batch's states do
+            not fit its tokens.
+    """
+    plan = make_plan(cfg)
+    check_disk(plan)
+    extracted = 0 if check_resume(plan) else _extract(plan)
+    return ExtractReport(
+        output=cfg.output,
+        samples=len(plan.samples),
+        tokens=plan.prepared.tokens,
+        supervised_tokens=plan.prepared.supervised_tokens,
+        extracted=extracted,
+        prepared=plan.prepared,
+    )
+
+
+def _extract(plan: ExtractPlan) -> int:
+    cfg, spec = plan.cfg, plan.files.spec
+    model = load_model(plan.files, cfg.target)
+    engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)
+    tensors = spec.head_tensors(model)
+    head = TargetHead(
+        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
+        norm_weight=tensors["norm.weight"],
+        eps=plan.files.text_config["rms_norm_eps"],
+        kind=cfg.last_hidden_states,
+    )
+    ids = [sample.id for sample in plan.samples]
+    self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.store_dtype)
+    with StoreWriter(
+        plan.folder,
+        plan.contract,
+        plan.settings,
+        plan.files.text_config,
+        {name: tensor.cpu() for name, tensor in tensors.items()},
+        provenance={**provenance(), "config": cfg.model_dump(mode="json")},
+    ) as writer:
+        for problem in writer.redone:
+            print(f"redone: {problem}", file=sys.stderr)
+        return extract_missing(plan, engine, writer)
+
+
+def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWriter) -> int:
+    """Captures and writes, a shard at a time, the samples that the store lacks; returns how many.
+
+    Which samples share a shard and a forward pass depends on the whole set alone, so that a resumed store equals an
+    uninterrupted one bit for bit.
+    """
+    cfg = plan.cfg
+    before = len(writer.completed)
+    lengths = [len(sample.input_ids) for sample in plan.samples]
+    done = sum(length for sample, length in zip(plan.samples, lengths, strict=True) if sample.id in writer.completed)
+    with progress("extract", sum(lengths) - done, "tokens") as advance:
+        for shard in shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples):
+            stored: dict[int, StoredSample] = {}
+            for batch in batches_by_length([lengths[index] for index in shard], cfg.batch_tokens):
+                chosen = [shard[place] for place in batch]
+                wanted = [index for index in chosen if plan.samples[index].id not in writer.completed]
+                if wanted:
+                    captured = _capture(plan, engine, chosen)
+                    stored.update((index, captured[index]) for index in wanted)
+                    advance(sum(lengths[index] for index in wanted))
+            if stored:
+                writer.write_shard([stored[index] for index in sorted(stored)])
+    return len(writer.completed) - before
+
+
+def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> dict[int, StoredSample]:
+    samples = [plan.samples[index] for index in chosen]
+    ids, tokens = [sample.id for sample in samples], [sample.input_ids for sample in samples]
+    captures = capture_samples(engine, ids, tokens, plan.aux_width)
+    return {
+        index: StoredSample(
+            id=sample.id,
+            input_ids=torch.tensor(sample.input_ids, dtype=torch.int32),
+            loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
+            aux_hidden_states=capture.aux_hidden_states.to(plan.store_dtype),
+            last_hidden_states=capture.last_hidden_states.to(plan.store_dtype),
+        )
+        for index, sample, capture in zip(chosen, samples, captures, strict=True)
+    }

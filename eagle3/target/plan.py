@@ -1,0 +1,205 @@
+"""What an extraction will do, and everything about it that can be refused before the target is loaded: layers, data,
+disk space, another run's settings.
+
+Legend: A aux layers, H target hidden, V target vocab.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.config import ExtractConfig
+from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, special_token_ids
+from eagle3.data.conversations import load_conversations
+from eagle3.data.store_check import check_store
+from eagle3.data.store_format import MANIFEST_FILE, load_manifest
+from eagle3.data.store_writer import setting_differences
+from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.target.identity import conversations_digest, target_identity
+from eagle3.target.resolve import TargetFiles, find_target
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.layers import LayerWiring
+
+_TOKEN_BYTES = torch.int32.itemsize + torch.uint8.itemsize
+_SKIP = "leave it out, or pass data.skip_bad=true"
+
+
+@dataclass(frozen=True)
+class ExtractPlan:
+    """All that is known before the target is loaded."""
+
+    cfg: ExtractConfig
+    files: TargetFiles
+    contract: WiringContract
+    settings: dict[str, Any]
+    samples: list[TokenSample]
+    prepared: PrepareReport
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.output)
+
+    @property
+    def store_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.cfg.store_dtype)
+        return dtype
+
+    @property
+    def aux_width(self) -> int:
+        return len(self.contract.output_indices) * self.contract.hidden_size
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each sample in a shard."""
+        per_token = (self.aux_width + self.contract.hidden_size) * self.store_dtype.itemsize + _TOKEN_BYTES
+        return [len(sample.input_ids) * per_token for sample in self.samples]
+
+    @property
+    def head_bytes(self) -> int:
+        """Upper bound of the target's embedding, norm and head, in bytes."""
+        values = (2 * self.contract.vocab_size + 1) * self.contract.hidden_size
+        return values * int(getattr(torch, self.cfg.target.dtype).itemsize)
+
+
+def make_plan(cfg: ExtractConfig) -> ExtractPlan:
+    """Reads the target's config and the data; loads no weights.
+
+    Raises:
+        ProblemsError: layers that the target does not have; data that cannot be used.
+    """
+    files = find_target(cfg.target)
+    facts = files.facts
+    wiring = LayerWiring(tuple(cfg.output_indices), facts.num_hidden_layers)
+    tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
+    conversations, bad_records = load_conversations(cfg.data)
+    samples, prepared = prepare_samples(
+        tokenizer, conversations, cfg.data.max_length, cfg.data.skip_bad, cfg.data.chat_template_kwargs
+    )
+    prepared.total += bad_records.total()
+    prepared.dropped.update(bad_records)
+    samples = usable_samples(cfg, files, samples, prepared)
+    identity = target_identity(files, tokenizer, cfg.target)
+    contract = WiringContract(
+        target_name=facts.name,
+        target_family=facts.family,
+        target_config_digest=identity["config"],
+        num_hidden_layers=facts.num_hidden_layers,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        output_indices=wiring.output_indices,
+        last_hidden_states=cfg.last_hidden_states,
+        dtype=cfg.store_dtype,
+        tokenizer_digest=identity["tokenizer"],
+        chat_template_digest=identity["chat_template"],
+    )
+    settings = {
+        "engine": cfg.engine,
+        "target": {"weights": identity["weights"], "dtype": identity["dtype"]},
+        "conversations": conversations_digest(conversations),
+        "max_length": cfg.data.max_length,
+        "chat_template_kwargs": cfg.data.chat_template_kwargs,
+        "keep_ids": [token for token in special_token_ids(tokenizer) if token < facts.vocab_size],
+    }
+    return ExtractPlan(cfg, files, contract, settings, samples, prepared)
+
+
+def usable_samples(
+    cfg: ExtractConfig, files: TargetFiles, samples: Sequence[TokenSample], prepared: PrepareReport
+) -> list[TokenSample]:
+    """The samples that this target can read as text; with `data.skip_bad` the others are dropped and counted.
+
+    Raises:
+        ProblemsError: without `skip_bad`, each sample that holds a picture's or another vocabulary's ids, or that
+            is longer than the target's context.
+    """
+    usable, problems = [], []
+    for sample in samples:
+        problem = _sample_problem(sample, files)
+        if problem is None:
+            usable.append(sample)
+            continue
+        problems.append(problem)
+        prepared.dropped[problem.kind] += 1
+        prepared.kept -= 1
+        prepared.tokens -= len(sample.input_ids)
+        prepared.supervised_tokens -= sum(sample.loss_mask)
+    if not cfg.data.skip_bad or not usable:
+        raise_problems(problems, f"{len(problems)} of {len(samples)} samples cannot be used")
+    return usable
+
+
+def _sample_problem(sample: TokenSample, files: TargetFiles) -> Problem | None:
+    facts = files.facts
+    if media := files.spec.non_text_ids(files.config).intersection(sample.input_ids):
+        message = f"holds {sorted(media)}, which stand for pictures or video; only text is extracted"
+        return Problem(sample.id, "extract.not_text", message, _SKIP)
+    if max(sample.input_ids) >= facts.vocab_size:
+        message = f"holds token {max(sample.input_ids)}, the target's vocabulary ends at {facts.vocab_size - 1}"
+        return Problem(sample.id, "extract.vocabulary", message, "use the target's own tokenizer")
+    if len(sample.input_ids) > facts.context_length:
+        message = f"has {len(sample.input_ids)} tokens, the target's context is {facts.context_length}"
+        return Problem(sample.id, "extract.too_long", message, f"set data.max_length={facts.context_length}")
+    return None
+
+
+def check_disk(plan: ExtractPlan) -> None:
+    """Prints the estimate of tokens and bytes, and refuses what will not fit.
+
+    Raises:
+        ProblemsError: kind `extract.disk`; the disk would be fuller than `free_disk_fraction` allows.
+    """
+    folder = plan.folder
+    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
+    needed = sum(plan.sizes) + plan.head_bytes
+    missing = max(needed - there, 0)
+    disk = shutil.disk_usage(_existing(folder))
+    spare = disk.free - int(plan.cfg.free_disk_fraction * disk.total)
+    print(plan.prepared, file=sys.stderr)
+    print(
+        f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens, {_size(needed)}, of which "
+        f"{_size(missing)} to be written; {_size(disk.free)} free in {folder}",
+        file=sys.stderr,
+    )
+    if missing > spare:
+        message = (
+            f"needs {_size(missing)} more, {_size(disk.free)} are free and "
+            f"{_size(disk.free - spare)} must stay free (free_disk_fraction)"
+        )
+        fix = "free space, choose another output, or take fewer conversations (data.limit) or tokens (data.max_length)"
+        raise problem_error(str(folder), "extract.disk", message, fix)
+
+
+def check_resume(plan: ExtractPlan) -> bool:
+    """Refuses another run's store before the target is loaded; `StoreWriter` checks again under its lock.
+
+    Returns:
+        True if the store is whole and holds every sample already.
+
+    Raises:
+        ProblemsError: every difference in contract and settings.
+    """
+    if not (plan.folder / MANIFEST_FILE).exists():
+        return False
+    manifest, where = load_manifest(plan.folder), str(plan.folder)
+    problems = manifest.contract.compare(plan.contract, where, "this run")
+    problems += setting_differences(manifest.settings, plan.settings, where)
+    raise_problems(problems, f"cannot resume {where}")
+    stored = {sample.id for shard in manifest.shards for sample in shard.samples}
+    return stored == {sample.id for sample in plan.samples} and not check_store(plan.folder, manifest)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
