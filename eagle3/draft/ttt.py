@@ -117,7 +117,7 @@ class TTTLoss(nn.Module):
             hits = vocab.to_target(logits.detach().argmax(-1)) == targets[rows.ahead]
             correct.append((hits & rows.active).sum())
         loss_sums = torch.stack(losses)
-        weights = self.ttt.decay ** torch.arange(self.ttt.steps, device=loss_sums.device)
+        weights = self.ttt.decay ** torch.arange(self.ttt.steps, dtype=loss_sums.dtype, device=loss_sums.device)
         loss = (loss_sums * weights / denominators.clamp(min=1)).sum()
         return TTTOutput(loss, loss_sums.detach(), torch.stack(correct), counts.active, counts.in_vocab)
 
