@@ -58,7 +58,8 @@ class ShardInfo(FileInfo):
         return sum(sample.tokens for sample in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens": self.tokens}
+        samples = [asdict(sample) for sample in self.samples]
+        return {**asdict(self), "tokens": self.tokens, "samples": samples}
 
 
 @dataclass(frozen=True)

@@ -255,9 +255,9 @@ def setting_differences(stored: dict[str, Any], given: dict[str, Any], where: st
     mine, theirs = dict(_flat(stored)), dict(_flat(given))
     problems = []
     for key in sorted(mine.keys() | theirs.keys()):
-        if key not in mine or key not in theirs or mine[key] != theirs[key]:
-            begun, now = mine.get(key, "nothing"), theirs.get(key, "nothing")
-            message = f"settings.{key}: it was begun with {begun!r}, this run has {now!r}"
+        begun, now = (repr(side[key]) if key in side else "nothing" for side in (mine, theirs))
+        if begun != now:
+            message = f"settings.{key}: it was begun with {begun}, this run has {now}"
             problems.append(Problem(where, "store.other_settings", message, _OTHER_SETTINGS_FIX))
     return problems
 

@@ -1,0 +1,83 @@
+"""A tiny contract, samples with fixed content, and a store of them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.errors import ProblemsError
+from eagle3.wiring.contract import WiringContract
+
+HIDDEN, VOCAB, AUX = 4, 20, 3
+
+
+def digest(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def contract(**changes: Any) -> WiringContract:
+    values: dict[str, Any] = {
+        "target_name": "tiny",
+        "target_family": "llama",
+        "target_config_digest": digest("config"),
+        "num_hidden_layers": 8,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "output_indices": (1, 3, 4),
+        "last_hidden_states": "post_norm",
+        "dtype": "bfloat16",
+        "tokenizer_digest": digest("tokenizer"),
+        "chat_template_digest": digest("template"),
+    }
+    return WiringContract(**{**values, **changes})
+
+
+def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> StoredSample:
+    """The last two tokens are supervised; states count up, exactly representable in bfloat16."""
+
+    def states(width: int) -> torch.Tensor:
+        return (torch.arange(tokens * width) % 128 + start).to(dtype).reshape(tokens, width)
+
+    return StoredSample(
+        id=sample_id,
+        input_ids=(torch.arange(tokens) + start) % VOCAB,
+        loss_mask=torch.arange(tokens) >= tokens - 2,
+        aux_hidden_states=states(AUX * HIDDEN),
+        last_hidden_states=-states(HIDDEN),
+    )
+
+
+def target_head(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    matrix = torch.arange(VOCAB * HIDDEN, dtype=torch.float32).reshape(VOCAB, HIDDEN)
+    return {
+        "embed_tokens.weight": matrix * scale,
+        "norm.weight": torch.full((HIDDEN,), 1.5),
+        "lm_head.weight": -matrix,
+    }
+
+
+def writer(folder: Path, **changes: Any) -> StoreWriter:
+    values: dict[str, Any] = {
+        "contract": contract(),
+        "settings": {"data": {"max_length": 64, "path": "a.jsonl"}, "store_dtype": "bfloat16"},
+        "target_config": {"model_type": "llama", "rms_norm_eps": 1e-6},
+        "target_head": target_head(),
+        "shard_max_samples": 2,
+    }
+    return StoreWriter(folder, **{**values, **changes})
+
+
+def make_store(folder: Path, samples: int = 6, **changes: Any) -> Path:
+    """A store of shards of two samples each: s0, s1 | s2, s3 | ..."""
+    with writer(folder, **changes) as store:
+        for number in range(samples):
+            store.add(sample(f"s{number}", tokens=3 + number, start=number))
+    return folder
+
+
+def kinds(error: ProblemsError) -> list[str]:
+    return [problem.kind for problem in error.problems]

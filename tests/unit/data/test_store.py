@@ -1,0 +1,381 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3.data import store_writer
+from eagle3.data.store import StoredSample, StoreReader
+from eagle3.errors import ProblemsError
+
+from .cases import HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, writer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same(read: StoredSample, written: StoredSample) -> None:
+    assert read.id == written.id
+    assert read.input_ids.dtype == torch.int32
+    assert read.loss_mask.dtype == torch.bool
+    for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"):
+        assert torch.equal(getattr(read, name).long(), getattr(written, name).long()), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_written_is_read_back(tmp_path: Path, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    written = [sample(f"s{number}", tokens=number + 1, start=number, dtype=kind) for number in range(5)]
+    with writer(tmp_path / "store", contract=contract(dtype=dtype)) as store:
+        for item in written:
+            store.add(item)
+    reader = StoreReader(tmp_path / "store", contract(dtype=dtype))
+    assert [info.id for info in reader.samples] == ["s0", "s1", "s2", "s3", "s4"]
+    assert [(info.tokens, info.supervised) for info in reader.samples] == [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
+    for index, item in enumerate(written):
+        assert_same(reader.read(index), item)
+        assert reader.read(index).aux_hidden_states.dtype == kind
+        ids, mask = reader.read_tokens(index)
+        assert torch.equal(ids, item.input_ids.int()) and torch.equal(mask, item.loss_mask)
+
+
+def test_the_target_head_comes_back_and_a_tied_one_uses_the_embedding(tmp_path: Path) -> None:
+    head = StoreReader(make_store(tmp_path / "untied")).target_head()
+    assert all(torch.equal(head[name], value) for name, value in target_head().items())
+    tied = {name: value for name, value in target_head().items() if name != "lm_head.weight"}
+    head = StoreReader(make_store(tmp_path / "tied", target_head=tied)).target_head()
+    assert torch.equal(head["lm_head.weight"], tied["embed_tokens.weight"])
+
+
+def test_shards_keep_their_bounds_and_one_large_sample_gets_its_own(tmp_path: Path) -> None:
+    bound = 3 * sample("x", 5).nbytes
+    with writer(tmp_path / "store", shard_max_bytes=bound, shard_max_samples=100) as store:
+        for number, tokens in enumerate([5, 5, 5, 5, 40, 5]):
+            store.add(sample(f"s{number}", tokens))
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert [[item["id"] for item in shard["samples"]] for shard in manifest["shards"]] == [
+        ["s0", "s1", "s2"],
+        ["s3"],
+        ["s4"],
+        ["s5"],
+    ]
+
+
+def test_reading_maps_a_sample_and_does_not_load_its_shard(tmp_path: Path) -> None:
+    with writer(tmp_path / "store") as store:
+        store.write_shard([sample("a", 20_000), sample("b", 20_000)])
+    reader = StoreReader(tmp_path / "store")
+    read = reader.read(1)
+    shard = tmp_path / "store" / "shard-00000.safetensors"
+    assert mapped_kib(shard) < shard.stat().st_size // 1024 // 2
+    float(read.aux_hidden_states.sum()), float(reader.read(0).aux_hidden_states.sum())
+    assert mapped_kib(shard) > shard.stat().st_size // 1024 // 2
+
+
+def mapped_kib(path: Path) -> int:
+    """KiB of `path` that this process has in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"aux_hidden_states": torch.zeros(5, 11, dtype=torch.bfloat16)}, "store.sample_shape", "[5, 12]"),
+        ({"last_hidden_states": torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, "store.sample_shape", "[5, 4]"),
+        ({"last_hidden_states": torch.zeros(5, HIDDEN)}, "store.sample_shape", "torch.bfloat16"),
+        ({"loss_mask": torch.zeros(4, dtype=torch.bool)}, "store.sample_shape", "loss_mask"),
+        ({"loss_mask": torch.zeros(5, dtype=torch.uint8)}, "store.sample_shape", "torch.bool"),
+        ({"input_ids": torch.zeros(5)}, "store.sample_shape", "input_ids"),
+        ({"input_ids": torch.full((5,), VOCAB)}, "store.ids_out_of_range", "0 to 19"),
+        ({"input_ids": torch.full((5,), -1)}, "store.ids_out_of_range", "0 to 19"),
+        ({"id": ""}, "store.sample_id", "empty"),
+    ],
+)
+def test_a_wrong_sample_is_refused_by_name_before_anything_is_written(
+    tmp_path: Path, change: dict[str, object], kind: str, said: str
+) -> None:
+    wrong = StoredSample(**{**vars(sample("wrong")), **change})  # type: ignore[arg-type]
+    with writer(tmp_path / "store") as store:
+        with pytest.raises(ProblemsError, match=r"wrong|''") as error:
+            store.write_shard([sample("good"), wrong])
+        assert kinds(error.value) == [kind]
+        assert said in str(error.value)
+        assert names(tmp_path / "store") == ["manifest.json", "target_head.safetensors", "writer.lock"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["aux_hidden_states", "last_hidden_states"])
+def test_non_finite_states_are_refused_by_name(tmp_path: Path, name: str, value: float) -> None:
+    wrong = sample("wrong")
+    getattr(wrong, name)[3, 2] = value
+    with writer(tmp_path / "store") as store, pytest.raises(ProblemsError, match=f"'wrong'.*{name}"):
+        store.add(wrong)
+
+
+def test_a_sample_is_refused_twice_in_one_shard_in_the_buffer_and_in_the_store(tmp_path: Path) -> None:
+    with writer(tmp_path / "store") as store:
+        for action in (
+            lambda: store.write_shard([sample("a"), sample("a")]),
+            lambda: (store.add(sample("b")), store.add(sample("b"))),
+            lambda: (store.flush(), store.add(sample("b"))),
+        ):
+            with pytest.raises(ProblemsError, match="is already there") as error:
+                action()
+            assert kinds(error.value) == ["store.duplicate_sample"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"norm.weight": None}, "norm.weight is absent"),
+        ({"norm.weight": torch.ones(5)}, "norm.weight is (5,), expected (4,)"),
+        ({"bias": torch.ones(5)}, "bias is (5,), expected absent"),
+        ({"lm_head.weight": torch.full((VOCAB, HIDDEN), torch.nan)}, "lm_head.weight has NaN"),
+        ({"embed_tokens.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int32)}, "embed_tokens.weight"),
+    ],
+)
+def test_a_wrong_target_head_is_refused(tmp_path: Path, change: dict[str, torch.Tensor | None], said: str) -> None:
+    head = {name: value for name, value in {**target_head(), **change}.items() if value is not None}
+    with pytest.raises(ProblemsError) as error:
+        writer(tmp_path / "store", target_head=head)
+    assert said in str(error.value)
+
+
+def test_resuming_goes_on_where_the_last_run_stopped(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store", samples=3)
+    first = (folder / "shard-00000.safetensors").read_bytes()
+    with writer(folder) as store:
+        assert store.completed == {"s0", "s1", "s2"}
+        assert store.redone == []
+        store.add(sample("s3"))
+    assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3"]
+    assert (folder / "shard-00000.safetensors").read_bytes() == first
+
+
+def test_resuming_with_other_settings_lists_every_difference(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    before = (folder / "manifest.json").read_bytes()
+    settings = {"data": {"max_length": 32, "path": "a.jsonl", "limit": 5}}
+    with pytest.raises(ProblemsError) as error:
+        writer(folder, settings=settings, contract=contract(output_indices=(1, 2, 4), dtype="float16"))
+    text = str(error.value)
+    assert "settings.data.max_length: it was begun with 64, this run has 32" in text
+    assert "settings.data.limit: it was begun with nothing, this run has 5" in text
+    assert "settings.store_dtype: it was begun with 'bfloat16', this run has nothing" in text
+    assert {"contract.output_indices", "contract.dtype"} <= set(kinds(error.value))
+    assert "a.jsonl" not in text
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_resuming_with_other_weights_of_the_target_is_refused(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    with pytest.raises(ProblemsError) as error:
+        writer(folder, target_head=target_head(scale=2.0))
+    assert kinds(error.value) == ["store.other_target"]
+
+
+def test_tuples_in_settings_are_the_lists_they_become(tmp_path: Path) -> None:
+    make_store(tmp_path / "store", settings={"output_indices": (1, 3, 4)})
+    writer(tmp_path / "store", settings={"output_indices": [1, 3, 4]}).close()
+
+
+def test_a_damaged_target_head_is_written_again(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    path = folder / "target_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with writer(folder) as store:
+        assert [problem.kind for problem in store.redone] == ["store.target_head_truncated"]
+    assert torch.equal(StoreReader(folder).target_head()["lm_head.weight"], target_head()["lm_head.weight"])
+
+
+def test_shards_without_a_manifest_are_not_overwritten(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ProblemsError) as error:
+        writer(folder)
+    assert kinds(error.value) == ["store.manifest_missing"]
+    assert len(list(folder.glob("shard-*"))) == 3
+
+
+def test_fault_08_a_half_copied_shard_is_redone_not_skipped(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    path = folder / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 9 // 10])
+    with writer(folder) as store:
+        assert store.completed == {"s0", "s1", "s4", "s5"}
+        assert [problem.kind for problem in store.redone] == ["store.shard_truncated"]
+        assert not path.exists()
+        store.add(sample("s2", tokens=5, start=2))
+        store.add(sample("s3", tokens=6, start=3))
+    assert path.read_bytes() == whole
+    assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3", "s4", "s5"]
+
+
+def test_fault_08_a_missing_shard_is_redone(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    (folder / "shard-00000.safetensors").unlink()
+    with writer(folder) as store:
+        assert store.completed == {"s2", "s3", "s4", "s5"}
+
+
+def test_fault_08_leftovers_of_a_killed_writer_do_not_count_as_data(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    (folder / "shard-00003.safetensors.tmp").write_bytes(b"half")
+    assert len(StoreReader(folder)) == 6
+    (folder / "shard-00003.safetensors").write_bytes((folder / "shard-00000.safetensors").read_bytes())
+    with pytest.raises(ProblemsError, match="shard-00003") as error:
+        StoreReader(folder)
+    assert kinds(error.value) == ["store.shard_unlisted"]
+    writer(folder).close()
+    assert len(StoreReader(folder)) == 6
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob("shard-00003*"))
+
+
+def test_fault_08_no_space_on_the_third_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, calls = tmp_path / "store", []
+    real = store_writer.write_tensor_file
+
+    def full_on_the_third_shard(path: Path, *args: object) -> str:
+        calls.append(path.name)
+        if path.name.startswith("shard-00002"):
+            path.write_bytes(b"a part of it")
+            raise OSError(28, os.strerror(28))
+        return real(path, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_writer, "write_tensor_file", full_on_the_third_shard)
+    with pytest.raises(ProblemsError, match="No space left on device") as error:
+        make_store(folder)
+    assert kinds(error.value) == ["disk.full"]
+    assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3"]
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob("shard-00002*"))
+    monkeypatch.undo()
+    with writer(folder) as store:
+        assert store.completed == {"s0", "s1", "s2", "s3"}
+        store.add(sample("s4"))
+        store.add(sample("s5"))
+    assert len(StoreReader(folder)) == 6
+
+
+def test_fault_08_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        with pytest.raises(ProblemsError) as error, writer(disk / "store") as store:
+            for number in range(4):
+                store.write_shard([sample(f"s{number}", tokens=2000)])
+        assert kinds(error.value) == ["disk.full"]
+        assert [info.id for info in StoreReader(disk / "store").samples] == ["s0", "s1", "s2"]
+        assert not list((disk / "store").glob("*.tmp"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def killed(action: Callable[[], object], function: str, call: int) -> bool:
+    """Runs `action` in a process that is killed as it enters the `call`-th `os.<function>`; was it?"""
+    child = os.fork()
+    if child == 0:
+        real, calls = getattr(os, function), count(1)
+
+        def deadly(*args: object, **kwargs: object) -> object:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        setattr(os, function, deadly)
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+# Files are written in this order: head, manifest, then four times a shard and the manifest that lists it. Each is
+# synced, renamed, and its folder synced.
+@pytest.mark.parametrize(("function", "calls"), [("replace", 10), ("fsync", 20)])
+def test_fault_08_a_kill_at_any_write_leaves_a_store_that_can_be_finished(
+    tmp_path: Path, function: str, calls: int
+) -> None:
+    whole = make_store(tmp_path / "whole", samples=8)
+    assert not killed(lambda: make_store(tmp_path / "unharmed", samples=8), function, calls + 1)
+    for call in range(1, calls + 1):
+        folder = tmp_path / f"store{call}"
+        assert killed(lambda: make_store(folder, samples=8), function, call)  # noqa: B023
+        with writer(folder) as store:
+            assert store.redone == []
+            if function == "replace":
+                assert len(store.completed) == max(0, call - 3) // 2 * 2
+            for number in range(8):
+                if f"s{number}" not in store.completed:
+                    store.add(sample(f"s{number}", tokens=3 + number, start=number))
+        assert names(folder) == names(whole)
+        for path in whole.iterdir():
+            assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_fault_08_a_kill_in_the_middle_of_a_shards_bytes(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store", samples=4)
+    child = os.fork()
+    if child == 0:
+        try:
+            with writer(folder, shard_max_samples=10_000) as store:
+                for number in range(2_000):
+                    store.add(sample(f"big{number}", tokens=1000))
+        finally:
+            os._exit(0)
+    temporary = folder / "shard-00002.safetensors.tmp"
+    while not temporary.exists() or temporary.stat().st_size < 100_000:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the writer ended before it could be killed"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert temporary.exists()
+    assert len(StoreReader(folder)) == 4
+    with writer(folder) as store:
+        assert store.completed == {"s0", "s1", "s2", "s3"} and store.redone == []
+        assert not temporary.exists()
+
+
+def test_a_second_writer_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    script = (
+        "import sys, time; from pathlib import Path; from tests.unit.data.cases import writer\n"
+        "store = writer(Path(sys.argv[1])); print('open', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, folder], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        try:
+            with pytest.raises(ProblemsError) as error:
+                writer(folder)
+            assert kinds(error.value) == ["store.locked"]
+        finally:
+            other.kill()
+    first = writer(folder)
+    with pytest.raises(ProblemsError, match="another writer"):
+        writer(folder)
+    first.close()
+    writer(folder).close()
+
+
+def test_an_error_in_the_block_drops_the_buffer_and_gives_the_lock_back(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), writer(tmp_path / "store") as store:
+        store.add(sample("a"))
+        raise KeyboardInterrupt
+    with writer(tmp_path / "store") as store:
+        assert store.completed == set()
