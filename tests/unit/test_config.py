@@ -1,0 +1,139 @@
+"""Configs: every shipped file parses, overrides apply, and every mistake is named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.config import (
+    ExtractConfig,
+    RegenerateConfig,
+    Section,
+    ServeConfig,
+    TrainConfig,
+    dump_config,
+    field_help,
+    load_config,
+)
+from eagle3.draft.config import DraftConfig, RopeConfig
+from eagle3.errors import ProblemsError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS: dict[str, type[Section]] = {
+    "regenerate": RegenerateConfig,
+    "extract": ExtractConfig,
+    "train": TrainConfig,
+    "serve": ServeConfig,
+}
+TARGETS = ("kimi-k2.5", "deepseek-v3", "llama-3.1-8b", "qwen3-8b", "smollm2-135m", "tiny-kimi")
+MINIMAL = ["dataset=d", "output=o", "output_indices=[2,30,58]"]
+
+
+def test_every_target_has_its_four_configs() -> None:
+    shipped = {path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "accelerate"}
+
+    assert shipped == {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shipped_configs_parse_and_agree(target: str) -> None:
+    regenerate = load_config(RegenerateConfig, CONFIGS / target / "regenerate.yaml")
+    extract = load_config(ExtractConfig, CONFIGS / target / "extract.yaml")
+    train = load_config(TrainConfig, CONFIGS / target / "train.yaml")
+    serve = load_config(ServeConfig, CONFIGS / target / "serve.yaml")
+
+    assert regenerate.target == extract.target
+    assert regenerate.output == extract.data.path
+    assert extract.output_indices == train.output_indices
+    assert extract.output == train.dataset
+    assert serve.run == train.output
+
+
+def test_kimi_config_is_the_published_drafter() -> None:
+    draft = load_config(TrainConfig, CONFIGS / "kimi-k2.5" / "train.yaml").draft
+    assert draft.rope is not None
+    shape = DraftConfig.from_target(
+        {"hidden_size": 7168, "vocab_size": 163840, "rms_norm_eps": 1e-5},
+        num_aux=3,
+        rope=RopeConfig(draft.rope.rope_type, draft.rope.rope_theta),
+        **draft.model_dump(exclude={"init", "fc_init", "rope"}),
+    )
+
+    counts = shape.parameter_counts()
+
+    assert round(counts["total"] / 1e9, 2) == 2.62
+    assert round(counts["trainable"] / 1e9, 2) == 1.45
+
+
+def test_override_replaces_a_nested_value() -> None:
+    config = load_config(TrainConfig, None, [*MINIMAL, "optim.learning_rate=1e-3", "ttt.steps=3"])
+
+    assert config.optim.learning_rate == 1e-3
+    assert config.ttt.steps == 3
+
+
+def test_unknown_key_names_the_nearest_known_one() -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, [*MINIMAL, "optim.learnin_rate=1e-3"])
+
+    (problem,) = caught.value.problems
+    assert problem.kind == "config.unknown_key"
+    assert "optim.learning_rate" in problem.fix
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, ["dataset=d", "ttt.steps=0", "epochs=two", "nonsense=1"])
+
+    assert sorted(problem.kind for problem in caught.value.problems) == [
+        "config.missing",
+        "config.missing",
+        "config.unknown_key",
+        "config.value",
+        "config.value",
+    ]
+
+
+@pytest.mark.parametrize("value", ["4.0", "true", "'7'", "-1", "0", "[1]"])
+def test_a_count_is_a_positive_whole_number(value: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, [*MINIMAL, f"draft.draft_vocab_size={value}"])
+
+    assert [problem.kind for problem in caught.value.problems] == ["config.value"]
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "\x00", "\ufffe"])
+def test_a_file_that_is_no_mapping_is_one_clear_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, path)
+
+    (problem,) = caught.value.problems
+    assert problem.where == str(path)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError, match=r"config\.unreadable"):
+        load_config(TrainConfig, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("item", ["epochs", "=1", "a..b=1", "epochs.x=1", "epochs=[1"])
+def test_a_malformed_override_is_named(item: str) -> None:
+    with pytest.raises(ProblemsError, match=r"config\.override"):
+        load_config(TrainConfig, None, [*MINIMAL, "epochs=1", item])
+
+
+def test_dumped_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(TrainConfig, CONFIGS / "kimi-k2.5" / "train.yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+
+    assert load_config(TrainConfig, path) == config
+
+
+@pytest.mark.parametrize("model", MODELS.values())
+def test_every_field_has_help(model: type[Section]) -> None:
+    assert [key for key, _, text in field_help(model) if not text] == []
