@@ -1,0 +1,180 @@
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3.data.loader import BatchPlan, Window, collate, empty_batch, load_windows
+from eagle3.data.store import StoredSample, StoreReader
+
+from .cases import AUX, HIDDEN, make_store, sample, writer
+
+
+def plan(count: int, lengths: list[int] | None = None, **options: object) -> BatchPlan:
+    return BatchPlan(seed=3, lengths=lengths or [4] * count, max_length=16, **options)  # type: ignore[arg-type]
+
+
+def samples_of(window: Window) -> list[int]:
+    return sorted(index for micro_batch in window for rows in micro_batch for row in rows for index in row)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize(("batch_size", "accumulate", "world_size"), [(1, 1, 1), (2, 3, 1), (1, 2, 4), (3, 1, 2)])
+def test_every_sample_exactly_once_an_epoch(pack: bool, batch_size: int, accumulate: int, world_size: int) -> None:
+    batches = plan(
+        0, [1 + i * 7 % 20 for i in range(23)],
+        batch_size=batch_size, accumulate=accumulate, world_size=world_size, pack=pack,
+    )  # fmt: skip
+    for number in range(3):
+        epoch = batches.epoch(number)
+        assert len(epoch) == batches.steps_per_epoch
+        assert sorted(index for window in epoch for index in samples_of(window)) == list(range(23))
+        for window in epoch:
+            assert 1 <= len(window) <= accumulate
+            assert all(len(micro_batch) == world_size for micro_batch in window)
+            assert all(len(rows) <= batch_size for micro_batch in window for rows in micro_batch)
+            assert all(row for micro_batch in window for rows in micro_batch for row in rows)
+
+
+def test_the_order_comes_from_seed_and_epoch_alone() -> None:
+    batches = plan(30, batch_size=2)
+    assert batches.epoch(1) == plan(30, batch_size=2).epoch(1)
+    assert batches.epoch(1) != batches.epoch(2)
+    assert batches.epoch(1) != BatchPlan(seed=4, lengths=[4] * 30, max_length=16, batch_size=2).epoch(1)
+
+
+def test_the_order_of_a_seed_does_not_change_between_versions() -> None:
+    assert [samples_of(window) for window in plan(6).epoch(0)] == [[4], [5], [3], [0], [2], [1]]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_optimiser_step_sees_the_same_samples_however_the_work_is_split(pack: bool) -> None:
+    lengths = [1 + i * 5 % 15 for i in range(29)]
+
+    def steps(batch_size: int, accumulate: int, world_size: int) -> list[list[int]]:
+        batches = plan(0, lengths, batch_size=batch_size, accumulate=accumulate, world_size=world_size, pack=pack)
+        return [samples_of(window) for epoch in range(2) for window in batches.epoch(epoch)]
+
+    assert steps(1, 4, 1) == steps(1, 2, 2) == steps(1, 1, 4) == steps(2, 2, 1) == steps(2, 1, 2) == steps(4, 1, 1)
+
+
+def test_micro_batches_are_the_same_on_one_rank_accumulating_two_and_on_two_ranks() -> None:
+    one, two = plan(8, batch_size=2, accumulate=2), plan(8, batch_size=2, world_size=2)
+    for window_one, window_two in zip(one.epoch(0), two.epoch(0), strict=True):
+        assert [micro_batch[0] for micro_batch in window_one] == window_two[0]
+
+
+def test_fault_13_a_short_last_window_is_kept() -> None:
+    """5 micro-batches, window 2: 3 optimiser steps, no sample lost; 4 epochs are 12 steps."""
+    batches = plan(5, accumulate=2)
+    epoch = batches.epoch(0)
+    assert [len(window) for window in epoch] == [2, 2, 1]
+    assert Counter(index for window in epoch for index in samples_of(window)) == Counter(range(5))
+    assert batches.steps_per_epoch == 3
+    assert sum(len(batches.epoch(number)) for number in range(4)) == 12
+
+
+def test_ranks_without_rows_get_an_empty_share() -> None:
+    [*_, last] = plan(5, world_size=4).epoch(0)
+    assert [len(rows) for rows in last[0]] == [1, 0, 0, 0]
+    [window] = plan(1, accumulate=2, world_size=2).epoch(0)
+    assert len(window) == 1
+
+
+def test_packing_puts_several_samples_in_a_row_and_cuts_long_ones() -> None:
+    batches = plan(0, [4, 40, 12, 8, 8], pack=True)
+    rows = [row for window in batches.epoch(0) for row in window[0][0]]
+    assert sorted(map(sorted, rows)) == [[0, 2], [1], [3, 4]]
+    assert batches.steps_per_epoch == 3
+
+
+def test_collate_pads_right_and_numbers_documents_and_positions() -> None:
+    batch = collate([[sample("a", 3), sample("b", 2, start=5)], [sample("c", 4, start=9)]], max_length=8)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 5, 6], [9, 10, 11, 12, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    assert batch.sample_ids == ["a", "b", "c"]
+    assert batch.input_ids.dtype == batch.document_ids.dtype == torch.int64
+    assert batch.aux.shape == (2, 5, AUX * HIDDEN) and batch.last_hidden.shape == (2, 5, HIDDEN)
+    assert batch.aux.dtype == torch.bfloat16
+    assert torch.equal(batch.aux[0, 3:], sample("b", 2, start=5).aux_hidden_states)
+    assert torch.equal(batch.last_hidden[1, :4], sample("c", 4, start=9).last_hidden_states)
+    assert not batch.aux[1, 4].any() and not batch.last_hidden[1, 4].any()
+
+
+def test_collate_cuts_at_max_length() -> None:
+    batch = collate([[sample("a", 9)], [sample("b", 3)]], max_length=6)
+    assert batch.input_ids.shape == (2, 6)
+    assert batch.loss_mask.sum() == 2, "the cut sample's answer was its last two tokens"
+    assert torch.equal(batch.aux[0], sample("a", 9).aux_hidden_states[:6])
+
+
+def test_an_empty_batch_is_one_unsupervised_token() -> None:
+    batch = empty_batch(AUX * HIDDEN, HIDDEN, torch.float32)
+    assert batch.input_ids.shape == (1, 1) and not batch.loss_mask.any()
+    assert batch.aux.shape == (1, 1, AUX * HIDDEN) and batch.last_hidden.shape == (1, 1, HIDDEN)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> StoreReader:
+    return StoreReader(make_store(tmp_path / "store", samples=7))
+
+
+def test_loading_gives_each_ranks_micro_batches_in_the_plans_order(reader: StoreReader) -> None:
+    indices = [6, 5, 4, 3, 2]
+    batches = BatchPlan(0, [reader.samples[i].tokens for i in indices], 64, accumulate=2, world_size=2)
+    windows = batches.epoch(0)
+    seen: Counter[str] = Counter()
+    for rank in range(2):
+        loaded = list(load_windows(reader, windows, indices, 64, rank))
+        assert [len(micro_batches) for micro_batches in loaded] == [len(window) for window in windows]
+        for micro_batches, window in zip(loaded, windows, strict=True):
+            for batch, micro_batch in zip(micro_batches, window, strict=True):
+                assert batch.sample_ids == [f"s{indices[i]}" for row in micro_batch[rank] for i in row]
+                assert batch.aux.dtype == torch.bfloat16
+                seen.update(batch.sample_ids)
+    assert seen == Counter(f"s{index}" for index in indices)
+
+
+def test_loading_reads_one_window_ahead_and_stops_with_its_consumer(
+    reader: StoreReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    real = reader.read
+
+    def spy(index: int) -> StoredSample:
+        read.append(index)
+        return real(index)
+
+    monkeypatch.setattr(reader, "read", spy)
+    windows = plan(7).epoch(0)
+    batches = load_windows(reader, windows, range(7), 64)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert len(read) == 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load_windows")]
+
+
+def test_an_error_in_the_background_reaches_the_consumer(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(index: int) -> StoredSample:
+        raise OSError(f"sample {index} cannot be read")
+
+    monkeypatch.setattr(reader, "read", broken)
+    with pytest.raises(OSError, match="cannot be read"):
+        list(load_windows(reader, plan(7).epoch(0), range(7), 64))
+
+
+def test_resuming_in_the_middle_of_an_epoch_gives_its_rest(reader: StoreReader) -> None:
+    windows = plan(7, batch_size=2).epoch(1)
+    ids = [batch.sample_ids for [batch] in load_windows(reader, windows, range(7), 64)]
+    assert [batch.sample_ids for [batch] in load_windows(reader, windows[2:], range(7), 64)] == ids[2:]
+
+
+def test_fault_03_a_sample_without_supervised_tokens_may_be_stored_and_batched(tmp_path: Path) -> None:
+    bare = StoredSample(**{**vars(sample("bare", 4)), "loss_mask": torch.zeros(4, dtype=torch.bool)})
+    with writer(tmp_path / "store") as store:
+        store.add(bare)
+    [[batch]] = load_windows(StoreReader(tmp_path / "store"), plan(1).epoch(0), [0], 64)
+    assert batch.loss_mask.sum() == 0
