@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 _PLAIN_INTERVAL_SECONDS = 15.0
+_CONSOLE = Console(stderr=True)
+"""One console for all bars, so that a bar inside another (an evaluation within training) is drawn below it."""
 
 
 class _RateColumn(ProgressColumn):
@@ -26,13 +29,15 @@ class _RateColumn(ProgressColumn):
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-    """Shows a bar on stderr while the block runs.
+    """Shows a bar on stderr while the block runs; of several ranks, only the first one does.
 
     Yields:
         `advance(count, note="")`: `count` more of `total` units are done; `note` is shown beside the bar.
     """
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda count, note="": None
+        return
+    if not _CONSOLE.is_terminal:
         yield from _plain(label, total, unit)
         return
     columns = (
@@ -44,7 +49,7 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=_CONSOLE) as bar:
         task = bar.add_task(label, total=total, note="")
 
         def advance(count: int, note: str = "") -> None:

@@ -8,6 +8,7 @@ step, so they are not stored.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -31,11 +32,17 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far: greatest acceptance length, then least loss."""
+    """The checkpoint of the best evaluation; both numbers are None in a run that holds nothing out."""
 
     checkpoint: str
     acceptance_length: float | None
     loss: float | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Greater is better: acceptance length, then less loss."""
+        length = -math.inf if self.acceptance_length is None else self.acceptance_length
+        return length, -math.inf if self.loss is None else -self.loss
 
 
 @dataclass(frozen=True)

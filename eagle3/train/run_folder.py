@@ -1,0 +1,105 @@
+"""A run's folder: what it holds besides checkpoints and log, and whether a new start may go on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from eagle3.config import Section, TrackingSection, TrainConfig, dump_config, load_config
+from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, write_atomic, write_json_atomic, write_text_atomic
+from eagle3.train.checkpoint import TrainState, list_checkpoints, load_state
+from eagle3.train.setup import Setup
+from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
+
+CONFIG_FILE = "config.yaml"
+DRAFT_CONFIG_FILE = "draft_config.json"
+DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
+TARGET_CONFIG_FILE = "target_config.json"
+PROVENANCE_FILE = "provenance.json"
+BEST_FILE = "best.json"
+
+_MAY_CHANGE = {
+    "dataset",
+    "eval_dataset",
+    "output",
+    "keep_checkpoints",
+    *(f"tracking.{name}" for name in TrackingSection.model_fields),
+}
+"""Config keys that a resumed run may change: a dataset is recognised by its content, wherever it lies."""
+
+
+def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: int) -> Path | None:
+    """The checkpoint to go on from; None for a folder that is new or has none yet. Writes nothing.
+
+    Raises:
+        ProblemsError: the folder is something else, or another run (every difference is listed), or its newest
+            checkpoint is damaged.
+    """
+    if not run.exists() or all(path.name.endswith(TEMPORARY_SUFFIX) for path in run.iterdir()):
+        return None
+    if not (run / CONFIG_FILE).exists():
+        message = f"is not empty and has no {CONFIG_FILE}: not a run"
+        raise problem_error(str(run), "run.not_a_run", message, "choose another output folder")
+    problems = _config_differences(load_config(TrainConfig, run / CONFIG_FILE), config, run)
+    if (run / CONTRACT_FILE).exists():
+        problems += WiringContract.load(run).compare(setup.contract, f"run {run}", "this start")
+    checkpoints = list_checkpoints(run)
+    if checkpoints:
+        problems += _state_differences(load_state(checkpoints[-1]), setup, processes, run)
+    raise_problems(problems, f"cannot resume {run}")
+    return checkpoints[-1] if checkpoints else None
+
+
+def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: dict[str, Any]) -> None:
+    """Writes all but log and checkpoints; the same bytes on a resume, but for provenance and what may change."""
+    with explained_os_errors(run):
+        run.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(run / CONFIG_FILE, dump_config(config))
+    setup.contract.save(run / CONTRACT_FILE)
+    write_json_atomic(run / DRAFT_CONFIG_FILE, setup.module.model.config.to_dict())
+    write_json_atomic(run / TARGET_CONFIG_FILE, setup.samples.train.reader.target_config)
+    tables = {"d2t": setup.vocab.d2t, "t2d": setup.vocab.t2d}
+    write_atomic(run / DRAFT_VOCAB_FILE, lambda path: save_file(tables, path))
+    write_json_atomic(run / PROVENANCE_FILE, provenance)
+
+
+def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> list[Problem]:
+    mine, theirs = _flat(stored), _flat(given)
+    fix = "use the config of that run, or another output folder"
+    return [
+        Problem(
+            str(run / CONFIG_FILE),
+            "run.other_config",
+            f"{key} is {mine.get(key, 'not set')!r} there, {theirs.get(key, 'not set')!r} now",
+            fix,
+        )
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE
+    ]
+
+
+def _state_differences(state: TrainState, setup: Setup, processes: int, run: Path) -> list[Problem]:
+    problems = []
+    if state.processes != processes:
+        message = f"was trained by {state.processes} processes, this start has {processes}"
+        fix = f"start {state.processes} processes, or use another output folder"
+        problems.append(Problem(str(run), "run.other_processes", message, fix))
+    if state.data_digest != setup.samples.digest:
+        message = "the dataset or eval_dataset holds other samples than when the run began"
+        problems.append(Problem(str(run), "run.other_data", message, "restore it, or use another output folder"))
+    return problems
+
+
+def _flat(section: Section, prefix: str = "") -> dict[str, Any]:
+    """Every leaf of a config by dotted key; a section that is not given is one leaf."""
+    flat: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

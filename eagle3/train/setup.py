@@ -1,0 +1,137 @@
+"""What a run trains, made from its config and checked before anything is written.
+
+Shapes: D draft vocab, H target hidden, V target vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from eagle3.config import DraftSection, TrainConfig
+from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
+from eagle3.data.store import StoreReader
+from eagle3.data.vocab_count import count_supervised
+from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
+from eagle3.draft.init import start_fc_at_last_slot
+from eagle3.draft.loss import LastHiddenKind, TargetHead
+from eagle3.draft.model import DraftModel
+from eagle3.draft.ttt import TTTLoss
+from eagle3.draft.vocab import DraftVocab
+from eagle3.errors import Problem, raise_problems
+from eagle3.target.resolve import find_target
+from eagle3.train.samples import Samples, select_samples
+from eagle3.wiring.contract import WiringContract, config_digest
+from eagle3.wiring.layers import check_output_indices
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run starts from.
+
+    Attributes:
+        contract: the dataset's, with the draft vocab's digest.
+        samples: training and held-out samples.
+        vocab: the draft vocab, on the CPU.
+        module: the drafter with its loss, on the CPU, in float32, as it is before the first step.
+        head: the target's head, on the CPU.
+        notes: what a user should know, a line each.
+    """
+
+    contract: WiringContract
+    samples: Samples
+    vocab: DraftVocab
+    module: TTTLoss
+    head: TargetHead
+    notes: list[str]
+
+
+def make_setup(config: TrainConfig) -> Setup:
+    """Opens and checks the datasets, chooses the draft vocab and makes the drafter.
+
+    Raises:
+        ProblemsError: the dataset is damaged, or is not what the config asks for (every difference is listed); the
+            drafter cannot have this shape.
+    """
+    reader = StoreReader(Path(config.dataset))
+    raise_problems(check_dataset_contract(config, reader.contract), f"cannot train on {config.dataset}")
+    ttt = TTTSettings(config.ttt.steps, config.ttt.decay, config.ttt.chain_rule)
+    samples = select_samples(config, reader)
+    vocab, coverage = choose_vocab(config.draft, samples, reader)
+    target = reader.target_head()
+    module = TTTLoss(make_model(config, reader, vocab, target), vocab, ttt)
+    counts = module.model.config.parameter_counts()
+    notes = [
+        *samples.notes,
+        f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens",
+        f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained",
+    ]
+    contract = reader.contract.with_draft_vocab(vocab.digest)
+    return Setup(contract, samples, vocab, module, make_head(config, reader, target), notes)
+
+
+def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> list[Problem]:
+    """Everything in which a dataset is not what the config asks for."""
+    problems = check_output_indices(config.output_indices, contract.num_hidden_layers)
+    wanted = contract if problems else replace(contract, output_indices=tuple(config.output_indices))
+    if config.target is not None:
+        files = find_target(config.target)
+        tokenizer = load_tokenizer(str(files.folder), trust_remote_code=config.target.trust_remote_code)
+        wanted = replace(
+            wanted,
+            target_family=files.facts.family,
+            target_config_digest=config_digest(files.config),
+            num_hidden_layers=files.facts.num_hidden_layers,
+            hidden_size=files.facts.hidden_size,
+            vocab_size=files.facts.vocab_size,
+            tokenizer_digest=tokenizer_digest(tokenizer),
+            chat_template_digest=template_digest(tokenizer),
+        )
+    return problems + wanted.compare(contract, "training config", f"dataset {config.dataset}")
+
+
+def choose_vocab(draft: DraftSection, samples: Samples, reader: StoreReader) -> tuple[DraftVocab, float]:
+    """The draft vocab and the share of supervised training tokens that it holds.
+
+    Counted from the training samples of this very dataset, never from a cache; the target's special tokens are kept.
+    """
+    if draft.draft_vocab_size is None:
+        return DraftVocab.full(reader.contract.vocab_size), 1.0
+    counts = count_supervised(reader, samples.train.indices)
+    vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, reader.settings["keep_ids"])
+    return vocab, float(counts[vocab.ids].sum() / counts.sum())
+
+
+def make_model(config: TrainConfig, reader: StoreReader, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
+    """The drafter before its first step: the target's embedding; head and final norm by `draft.init`."""
+    shape = config.draft.model_dump(exclude={"init", "fc_init", "rope", "draft_vocab_size"})
+    rope = None if config.draft.rope is None else RopeConfig(**config.draft.rope.model_dump())
+    num_aux = len(config.output_indices)
+    draft_config = DraftConfig.from_target(
+        reader.target_config, num_aux=num_aux, rope=rope, draft_vocab_size=len(vocab), **shape
+    )
+    model = DraftModel(draft_config)
+    model.init_weights(config.seed)
+    if config.draft.fc_init == "last_slot":
+        start_fc_at_last_slot(model.fc)
+    from_target = config.draft.init == "target_head"
+    model.init_from_target(
+        target["embed_tokens.weight"],
+        target["norm.weight"] if from_target else None,
+        target["lm_head.weight"] if from_target else None,
+        vocab,
+    )
+    return model
+
+
+def make_head(config: TrainConfig, reader: StoreReader, target: dict[str, Tensor]) -> TargetHead:
+    """The target's head; in float32 where the run computes in float32."""
+    lm_head = target["lm_head.weight"]
+    if config.mixed_precision == "no":
+        lm_head = lm_head.to(torch.float32)
+    kind = cast(LastHiddenKind, reader.contract.last_hidden_states)
+    return TargetHead(lm_head, target["norm.weight"], reader.target_config["rms_norm_eps"], kind)

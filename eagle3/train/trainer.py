@@ -1,0 +1,291 @@
+"""The training loop: windows in the plan's order, logs, evaluations, checkpoints, exact resume.
+
+The step counts the windows of the plan from 1; learning rate and sample order are functions of it alone. A window
+without a loss term changes nothing, is logged and counted as skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from eagle3.config import TrainConfig
+from eagle3.data.loader import BatchPlan, Window, load_windows
+from eagle3.draft.batch import DraftBatch
+from eagle3.errors import problem_error, raise_problems
+from eagle3.files import read_json, write_json_atomic
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.train.checkpoint import (
+    Best,
+    TrainState,
+    checkpoint_name,
+    checkpoints_folder,
+    load_checkpoint,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from eagle3.train.engine import describe, make_accelerator
+from eagle3.train.evaluation import evaluate
+from eagle3.train.optim import learning_rate, make_optimizer, set_learning_rate
+from eagle3.train.run_folder import BEST_FILE, PROVENANCE_FILE, find_resume_point, write_run_files
+from eagle3.train.setup import Setup, make_setup
+from eagle3.train.tracking import LOG_FILE, Tracker, check_tracking, read_log
+from eagle3.train.window import Totals, accumulate_window
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        run: the run folder.
+        steps: steps of the schedule done, `skipped` ones included.
+        skipped: steps without a loss term, which changed nothing.
+        first_loss, last_loss: training loss of the first and last step that were logged.
+        step_accuracy: at each TTT step, on the held-out samples (on the last training step where there are none).
+        acceptance_length_before, acceptance_length: on the held-out samples, before and after training.
+        best_checkpoint: the best one's folder; the last one where nothing is held out.
+    """
+
+    run: Path
+    steps: int
+    skipped: int
+    first_loss: float | None
+    last_loss: float | None
+    step_accuracy: list[float | None]
+    acceptance_length_before: float | None
+    acceptance_length: float | None
+    best_checkpoint: Path
+
+
+def run_training(config: TrainConfig) -> TrainResult:
+    """Trains a drafter, or goes on with the run that lies in `config.output`.
+
+    Raises:
+        ProblemsError: anything about the launch, the dataset, the config or the run folder, before it is touched;
+            a loss or gradient that is not finite (the samples of that step are named); a full disk.
+    """
+    raise_problems(check_tracking(config.tracking))
+    accelerator = make_accelerator(config.mixed_precision)
+    setup = make_setup(config)
+    run = Path(config.output)
+    checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        lines = [*describe(accelerator), *setup.notes]
+        lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
+        print("\n".join(lines), file=sys.stderr)
+    return Trainer(config, setup, accelerator, checkpoint).train()
+
+
+class Trainer:
+    """One run from its start, or from a checkpoint, to its last step."""
+
+    def __init__(self, config: TrainConfig, setup: Setup, accelerator: Accelerator, checkpoint: Path | None) -> None:
+        self.config, self.accelerator, self.module = config, accelerator, setup.module
+        self.run, self.samples = Path(config.output), setup.samples
+        self.plan = BatchPlan(
+            seed=config.seed,
+            lengths=self.samples.train.lengths,
+            max_length=config.max_length,
+            batch_size=config.batch_size,
+            accumulate=config.accumulate,
+            world_size=accelerator.num_processes,
+            pack=config.pack,
+        )
+        self.steps_per_epoch = self.plan.steps_per_epoch
+        planned = config.epochs * self.steps_per_epoch
+        self.total_steps = min(planned, config.max_steps or planned)
+        optimizer = make_optimizer(self.module.model, config.optim, fused=accelerator.device.type == "cuda")
+        self.model, self.optimizer = accelerator.prepare(self.module, optimizer)
+        lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
+        self.head = replace(setup.head, lm_head=lm_head, norm_weight=norm_weight)
+        if checkpoint is None:
+            self.state = TrainState(0, 0, accelerator.num_processes, self.samples.digest)
+        else:
+            self.state = self._load(checkpoint)
+        self.tracker = self._open_run(setup, checkpoint is not None) if accelerator.is_main_process else None
+        self.since_line = Interval()
+
+    def train(self) -> TrainResult:
+        """Runs the steps that are left."""
+        tokens_left = sum(self._tokens(window) for windows in self._epochs_left() for window in windows)
+        if self.state.step == 0:
+            self._evaluate()
+        self.since_line.begin()
+        with progress("train", tokens_left, "tokens") as advance:
+            for windows in self._epochs_left():
+                for window, batches in zip(windows, self._load_windows(windows), strict=True):
+                    note = self._step(window, batches)
+                    advance(self._tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
+                    self._evaluate_and_save()
+                    self.since_line.begin()
+        if self.tracker is not None:
+            self.tracker.close()
+        return self._result()
+
+    def _epochs_left(self) -> Iterator[list[Window]]:
+        step = self.state.step
+        while step < self.total_steps:
+            epoch, done = divmod(step, self.steps_per_epoch)
+            windows = self.plan.epoch(epoch)[done : done + self.total_steps - step]
+            yield windows
+            step += len(windows)
+
+    def _load_windows(self, windows: list[Window]) -> Iterator[list[DraftBatch]]:
+        train, rank = self.samples.train, self.accelerator.process_index
+        return load_windows(train.reader, windows, train.indices, train.max_length, rank)
+
+    def _step(self, window: Window, batches: list[DraftBatch]) -> str:
+        """Trains on one window and logs it; returns a note for the progress bar."""
+        step = self.state.step + 1
+        rate = learning_rate(step, self.total_steps, self.config.optim)
+        totals = accumulate_window(self.model, self.module, batches, self.head, self.accelerator)
+        skipped = not totals.in_vocab.any()
+        norm = math.nan if skipped else self._update(rate, totals, window, step)
+        self.since_line.end(self._tokens(window))
+        self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
+        epoch = (step - 1) // self.steps_per_epoch
+        if skipped:
+            self._log("skip", epoch=epoch, samples=self._ids(window))
+            return "skipped"
+        loss = totals.loss(self.config.ttt.decay)
+        if step == 1 or step == self.total_steps or step % self.config.tracking.log_every == 0:
+            accuracy = totals.step_accuracy()
+            speed = self.since_line.take()
+            self._log("train", epoch=epoch, loss=loss, lr=rate, grad_norm=norm, step_accuracy=accuracy, **speed)
+        return f"loss {loss:.4f}"
+
+    def _update(self, rate: float, totals: Totals, window: Window, step: int) -> float:
+        """Clips and steps; returns the gradient's norm before clipping."""
+        self._check_finite("loss", totals.loss(self.config.ttt.decay), window, step)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm = float(self.accelerator.clip_grad_norm_(parameters, self.config.optim.max_grad_norm))
+        self._check_finite("gradient norm", norm, window, step)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _check_finite(self, what: str, value: float, window: Window, step: int) -> None:
+        if math.isfinite(value):
+            return
+        message = f"the {what} of step {step} is {value}; its samples are {', '.join(self._ids(window))}"
+        fix = "look at these samples; if they are sound, lower optim.learning_rate"
+        raise problem_error(str(self.run), "train.not_finite", message, fix)
+
+    def _evaluate_and_save(self) -> None:
+        step, last = self.state.step, self.state.step == self.total_steps
+        improved = False
+        if last or step % (self.config.eval_every or self.steps_per_epoch) == 0:
+            improved = self._evaluate()
+        if last or improved or step % (self.config.save_every or self.steps_per_epoch) == 0:
+            self._save()
+
+    def _evaluate(self) -> bool:
+        """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
+        if self.samples.heldout is None:
+            return False
+        found = evaluate(self.module, self.head, self.samples.heldout, self.config.batch_size, self.accelerator)
+        self._log("eval", **asdict(found))
+        best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
+        if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):
+            return False
+        self.state = replace(self.state, best=best)
+        return True
+
+    def _save(self) -> None:
+        if self.samples.heldout is None:
+            self.state = replace(self.state, best=Best(checkpoint_name(self.state.step), None, None))
+        if self.accelerator.is_main_process:
+            moments = optimizer_tensors(self.optimizer, self.module.model)
+            save_checkpoint(self.run, self.module.model.trainable_state(), moments, self.state)
+            self._point_at_best()
+            best = self.state.best
+            remove_old_checkpoints(self.run, self.config.keep_checkpoints, best.checkpoint if best else None)
+        self.accelerator.wait_for_everyone()
+
+    def _load(self, folder: Path) -> TrainState:
+        checkpoint = load_checkpoint(folder)
+        self.module.model.load_trainable_state(checkpoint.weights)
+        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer)
+        return checkpoint.state
+
+    def _open_run(self, setup: Setup, resumed: bool) -> Tracker:
+        """Writes the run's files and opens its log."""
+        origin = (
+            read_json(self.run / PROVENANCE_FILE, "the run's provenance") if resumed else {"run_id": uuid.uuid4().hex}
+        )
+        start = {**provenance(), "step": self.state.step, "engine": describe(self.accelerator)[0]}
+        write_run_files(self.run, self.config, setup, {**origin, "starts": [*origin.get("starts", []), start]})
+        self._point_at_best()
+        resumed_step = self.state.step if resumed else None
+        return Tracker(self.run, self.config.tracking, origin["run_id"], resumed_step)
+
+    def _point_at_best(self) -> None:
+        if self.state.best is not None:
+            write_json_atomic(self.run / BEST_FILE, asdict(self.state.best))
+
+    def _log(self, kind: str, **values: object) -> None:
+        if self.tracker is not None:
+            self.tracker.log(kind, self.state.step, **values)
+
+    def _ids(self, window: Window) -> list[str]:
+        return self.samples.train.ids(list(_places(window)))
+
+    def _tokens(self, window: Window) -> int:
+        return sum(self.plan.lengths[place] for place in _places(window))
+
+    def _result(self) -> TrainResult:
+        self.accelerator.wait_for_everyone()
+        records = read_log(self.run / LOG_FILE)
+        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        evaluations = [record for record in records if record["kind"] == "eval"]
+        assert self.state.best is not None
+        return TrainResult(
+            run=self.run,
+            steps=self.state.step,
+            skipped=self.state.skipped,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            step_accuracy=next((r["step_accuracy"] for r in reversed(records) if "step_accuracy" in r), []),
+            acceptance_length_before=evaluations[0]["acceptance_length"] if evaluations else None,
+            acceptance_length=evaluations[-1]["acceptance_length"] if evaluations else None,
+            best_checkpoint=checkpoints_folder(self.run) / self.state.best.checkpoint,
+        )
+
+
+class Interval:
+    """Tokens and training time since the last log line."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+        self._started = 0.0
+
+    def begin(self) -> None:
+        self._started = time.monotonic()
+
+    def end(self, tokens: int) -> None:
+        self.seconds += time.monotonic() - self._started
+        self.tokens += tokens
+
+    def take(self) -> dict[str, float]:
+        """`tokens_per_second` and `seconds` of the interval, which starts anew."""
+        values = {"tokens_per_second": self.tokens / self.seconds, "seconds": self.seconds}
+        self.tokens, self.seconds = 0, 0.0
+        return values
+
+
+def _places(window: Window) -> Iterator[int]:
+    """Sample places of all ranks in a window."""
+    return (place for micro_batch in window for rows in micro_batch for row in rows for place in row)

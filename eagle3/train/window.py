@@ -1,0 +1,103 @@
+"""One optimiser step: count the terms of all its micro-batches on all ranks, then run them with those denominators.
+
+Each TTT step's loss is a sum over terms divided by the number of terms in the whole window, so a token weighs the same
+whichever rank, micro-batch or row it is in (arXiv 2503.01840 for the loss; docs/training.md for the denominators).
+
+Shapes: K TTT steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from eagle3.draft.batch import DraftBatch
+from eagle3.draft.loss import TargetHead
+from eagle3.draft.ttt import TermCounts, TTTLoss, count_terms
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over ranks and batches, [K] each, float64 on the CPU.
+
+    Attributes:
+        loss_sums: cross-entropy over the terms whose target argmax is in the draft vocab.
+        in_vocab: number of those terms.
+        correct: terms where the draft's greedy token is the target's.
+        active: number of all terms.
+    """
+
+    loss_sums: Tensor
+    in_vocab: Tensor
+    correct: Tensor
+    active: Tensor
+
+    def loss(self, decay: float) -> float:
+        """Sum over k of decay^k times the mean of step k; NaN without a term."""
+        if not self.in_vocab.any():
+            return math.nan
+        weights = decay ** torch.arange(len(self.loss_sums), dtype=torch.float64)
+        return float((weights * self.loss_sums / self.in_vocab.clamp(min=1)).sum())
+
+    def step_accuracy(self) -> list[float | None]:
+        """Share of all active terms that are right, at each TTT step; None where there is none."""
+        pairs = zip(self.correct.tolist(), self.active.tolist(), strict=True)
+        return [correct / active if active else None for correct, active in pairs]
+
+
+def accumulate_window(
+    model: nn.Module, module: TTTLoss, batches: Sequence[DraftBatch], head: TargetHead, accelerator: Accelerator
+) -> Totals:
+    """Adds up the gradients of a window; where it has no term on any rank, there is no backward pass.
+
+    Args:
+        model: `module` as the accelerator prepared it.
+        module: the drafter with its loss.
+        batches: this rank's micro-batches, as many as on every other rank; they may be empty ones.
+        head: the target's head, on the accelerator's device.
+    """
+    with accelerator.autocast():
+        counts = [count_terms(batch.to(accelerator.device), head, module.vocab, module.ttt) for batch in batches]
+    local = torch.stack([torch.stack([count.in_vocab, count.active]) for count in counts]).sum(0)
+    in_vocab, active = accelerator.reduce(local, reduction="sum")
+    if in_vocab.any():
+        loss_sums, correct = _run_window(model, batches, counts, in_vocab, head, accelerator)
+    else:
+        loss_sums = correct = torch.zeros_like(in_vocab)
+    return make_totals(loss_sums, in_vocab, correct, active)
+
+
+def _run_window(
+    model: nn.Module,
+    batches: Sequence[DraftBatch],
+    counts: Sequence[TermCounts],
+    in_vocab: Tensor,
+    head: TargetHead,
+    accelerator: Accelerator,
+) -> tuple[Tensor, Tensor]:
+    """Runs every micro-batch on every rank, so that all stay in step; gradients are exchanged after the last one.
+
+    DDP averages gradients over ranks; the loss is multiplied by their number, since `in_vocab` is global.
+
+    Returns:
+        (loss_sums, correct), float64 [K] each, summed over micro-batches and ranks.
+    """
+    sums = []
+    for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            output = model(batch.to(accelerator.device), head, count, in_vocab)
+            accelerator.backward(output.loss * accelerator.num_processes)
+        sums.append(torch.stack([output.loss_sums.double(), output.correct.double()]))
+    loss_sums, correct = accelerator.reduce(torch.stack(sums).sum(0), reduction="sum")
+    return loss_sums, correct
+
+
+def make_totals(loss_sums: Tensor, in_vocab: Tensor, correct: Tensor, active: Tensor) -> Totals:
+    return Totals(*(part.double().cpu() for part in (loss_sums, in_vocab, correct, active)))
