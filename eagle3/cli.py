@@ -1,0 +1,200 @@
+"""The `eagle3` command. Thin: each command reads its config, calls one function and prints what came back.
+
+Exit codes: 0 done, 2 the input has problems (all of them are printed), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import click
+import typer
+
+from eagle3 import __version__
+from eagle3.config import (
+    ExtractConfig,
+    RegenerateConfig,
+    Section,
+    ServeConfig,
+    TrainConfig,
+    field_help,
+    load_config,
+)
+from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, Eagle3Error
+
+app = typer.Typer(
+    help="Train EAGLE-3 drafters whose layer wiring is checked from capture to server.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+wiring_app = typer.Typer(help="Which layers a drafter is fed, by engine and version.", no_args_is_help=True)
+data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
+app.add_typer(wiring_app, name="wiring")
+app.add_typer(data_app, name="data")
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+EngineVersion = Annotated[str | None, typer.Option(help="Version of the engine; default: as recorded, else the newest.")]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits the process."""
+    try:
+        code = app(args=None if args is None else list(args), prog_name="eagle3", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_PROBLEMS
+    except Eagle3Error as error:
+        print(f"eagle3: {error}", file=sys.stderr)
+        code = EXIT_PROBLEMS
+    except (KeyboardInterrupt, click.Abort):
+        print("eagle3: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _epilog(model: type[Section]) -> str:
+    """The config's fields as help text: one source with the config itself."""
+    lines = [f"{key} [{default}]: {text}" for key, default, text in field_help(model)]
+    return "\b\nConfig keys, with their defaults:\n" + "\n".join(lines)
+
+
+def _config(model: type[ConfigT], path: Path | None, overrides: list[str] | None) -> ConfigT:
+    return load_config(model, path, overrides or [])
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    del version
+
+
+@app.command(epilog=_epilog(RegenerateConfig))
+def regenerate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Answers to prompts from the target itself."""
+    from eagle3.target.regenerate import run_regenerate
+
+    print(run_regenerate(_config(RegenerateConfig, config, overrides)).render())
+
+
+@app.command(epilog=_epilog(ExtractConfig))
+def extract(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """The target's hidden states for conversations, as a store."""
+    from eagle3.target.extract import run_extract
+
+    print(run_extract(_config(ExtractConfig, config, overrides)).render())
+
+
+@app.command(epilog=_epilog(TrainConfig))
+def train(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Fits a drafter on a hidden-state store; works under `accelerate launch train.py`."""
+    from eagle3.train.trainer import run_training
+
+    result = run_training(_config(TrainConfig, config, overrides))
+    if result.is_main_process:
+        print(result.render())
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Option(help="Run folder or exported checkpoint.")],
+    dataset: Annotated[Path, typer.Option(help="Held-out hidden-state store with the target's own answers.")],
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps a round.")] = 3,
+) -> None:
+    """Acceptance that greedy serving would reach, from stored hidden states."""
+    from eagle3.evaluate.checkpoint import evaluate_checkpoint
+
+    print(evaluate_checkpoint(checkpoint, dataset, steps).render())
+
+
+@app.command(epilog=_epilog(ServeConfig))
+def export(
+    config: ConfigFile = None,
+    run: Annotated[str | None, typer.Option(help="Run folder to export from.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the exported checkpoint.")] = None,
+    engine_version: Annotated[str | None, typer.Option(help="Version of the engine that will serve it.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """A run's checkpoint as the folder that a serving engine loads."""
+    from eagle3.serve.export import export_run
+
+    given = {"run": run, "output": output, "engine_version": engine_version}
+    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    print(export_run(_config(ServeConfig, config, [*options, *(overrides or [])])).render())
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything the demo writes.")] = Path("demo-run"),
+    target: Annotated[str | None, typer.Option(help="Another target: checkpoint folder or hub id.")] = None,
+) -> None:
+    """The main job on a small real model, start to end."""
+    from eagle3.demo.run import run_demo
+
+    run_demo(output, target)
+
+
+@wiring_app.command("explain")
+def wiring_explain(
+    target: Annotated[str, typer.Option(help="Known target's name, checkpoint folder or config.json.")],
+    layers: Annotated[str, typer.Option(help="Output indices, e.g. 2,30,58.")],
+    as_json: AsJson = False,
+) -> None:
+    """What each engine and version calls these layers."""
+    from eagle3.wiring.report import explain, render_explain
+
+    print(render_explain(explain(target, layers), as_json=as_json))
+
+
+@wiring_app.command("check")
+def wiring_check(
+    checkpoint: Annotated[Path, typer.Argument(help="Exported draft checkpoint.")],
+    dataset: Annotated[Path | None, typer.Option(help="Hidden-state store it was trained on.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: known name, folder or config.json.")] = None,
+    engine: Annotated[str, typer.Option(help="Serving engine: sglang or vllm.")] = "sglang",
+    engine_version: EngineVersion = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
+    from eagle3.wiring.checks import check_checkpoint
+    from eagle3.wiring.report import exit_code, render_json, render_text
+
+    problems = check_checkpoint(
+        checkpoint, dataset=dataset, target=target, engine=engine, engine_version=engine_version
+    )
+    print((render_json if as_json else render_text)(problems))
+    raise typer.Exit(exit_code(problems))
+
+
+@data_app.command("verify")
+def data_verify(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    quick: Annotated[bool, typer.Option(help="Sizes and headers only, no checksums.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Whether a store is whole; exit code 0 or 2."""
+    from eagle3.data.store_check import verify
+    from eagle3.wiring.report import exit_code, render_json, render_text
+
+    problems = verify(folder, deep=not quick)
+    print((render_json if as_json else render_text)(problems))
+    raise typer.Exit(exit_code(problems))
+
+
+if __name__ == "__main__":
+    main()
