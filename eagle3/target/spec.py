@@ -13,6 +13,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+# The caller refuses missing and mismatched weights, all of them by name; alone, Transformers names no mismatched one.
+LOADING: Any = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+    "local_files_only": True,
+    "trust_remote_code": False,
+}
+
 
 class TargetSpec:
     """A text model in Transformers' usual layout: `model.layers`, `model.norm`, an embedding and a linear head.
@@ -27,9 +35,7 @@ class TargetSpec:
 
     def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         """The text model with its language head, and Transformers' loading info (missing keys and the like)."""
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, local_files_only=True, trust_remote_code=False
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **LOADING)
         return loaded
 
     def decoder_layers(self, model: PreTrainedModel) -> Sequence[nn.Module]:

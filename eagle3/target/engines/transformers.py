@@ -8,7 +8,7 @@ Legend: B rows, T tokens, A aux layers, H target hidden, V target vocab.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ def load_model(files: TargetFiles, target: TargetConfig) -> PreTrainedModel:
     try:
         with _quiet():
             model, info = files.spec.load(files.folder, getattr(torch, target.dtype))
-    except (OSError, ValueError, SafetensorError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         message = f"cannot be loaded: {error}"
         raise problem_error(where, "target.cannot_load", message, "check that the checkpoint is whole") from error
     fix = "download the checkpoint again, or correct its config.json"
@@ -170,10 +170,11 @@ def _rows(states: torch.Tensor, batch: Sequence[Sequence[int]]) -> list[torch.Te
     return [row[: len(tokens)].cpu().clone() for row, tokens in zip(states, batch, strict=True)]
 
 
-def _some(names: Any) -> str:
-    shown = sorted(str(name) for name in names)
-    more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
-    return ", ".join(shown[:_NAMES_SHOWN]) + more
+def _some(keys: Iterable[Any]) -> str:
+    """Names of weights; a mismatched one comes as (name, shape found, shape expected)."""
+    names = sorted(key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}" for key in keys)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from eagle3.files import read_json
-from eagle3.target.spec import TargetSpec
+from eagle3.target.spec import LOADING, TargetSpec
 
 _TEXT_PREFIX = {r"^language_model\.": ""}
 _NON_TEXT_KEYS = ("media_placeholder_token_id", "image_token_id", "video_token_id")
@@ -30,12 +30,7 @@ class KimiSpec(TargetSpec):
         values = {k: v for k, v in published.get("text_config", published).items() if k not in _DROPPED_KEYS}
         config = DeepseekV3Config(**{"tie_word_embeddings": False, **values})
         loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            key_mapping=_TEXT_PREFIX,
-            dtype=dtype,
-            output_loading_info=True,
-            local_files_only=True,
+            folder, config=config, key_mapping=_TEXT_PREFIX, dtype=dtype, **LOADING
         )
         return loaded
 
