@@ -264,7 +264,7 @@ def setting_differences(stored: dict[str, Any], given: dict[str, Any], where: st
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, item in value.items():
-        if isinstance(item, dict) and item:
+        if isinstance(item, dict):
             yield from _flat(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
