@@ -83,6 +83,8 @@ def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
         raise problem_error(cfg.path, "conversations.file_type", message, "convert the file")
     if not path.is_file():
         raise problem_error(cfg.path, "file.missing", "no such file (conversations)", "check data.path")
+    if not path.stat().st_size:
+        raise problem_error(cfg.path, "conversations.empty", "is an empty file", "check data.path")
     try:
         # JSONL is read as text: the JSON loader infers one schema for all records, and one bad line hides the others.
         rows = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
@@ -133,7 +135,10 @@ def _conversation(record: Any, where: str) -> Conversation | Problem:
             return bad("answer_ids", "answer_ids are not a list of token ids")
         if messages[-1]["role"] != "assistant":
             return bad("answer_ids", "has answer_ids, but its last message is not the assistant's")
-    identity = record.get("id", digest_json({"messages": messages, "tools": tools}))
+    try:
+        identity = record.get("id", digest_json({"messages": messages, "tools": tools}))
+    except UnicodeEncodeError:
+        return bad("content", "has text that is not Unicode: half of a surrogate pair")
     if not isinstance(identity, str | int) or identity == "":
         return bad("id", f"its id is {identity!r}, expected a text or a number")
     return Conversation(str(identity), messages, tools, answer_ids, None if source is None else str(source))
