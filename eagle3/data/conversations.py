@@ -88,7 +88,7 @@ def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
     try:
         # JSONL is read as text: the JSON loader infers one schema for all records, and one bad line hides the others.
         rows = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
-    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         message = f"cannot be read: {error.__cause__ or error}"
         raise problem_error(cfg.path, "conversations.unreadable", message, "restore the file") from error
     numbered = ((number, row) for number, row in enumerate(rows, start=1) if row.get("text") != "")
