@@ -1,0 +1,91 @@
+"""Acceptance of a checkpoint on a held-out hidden-state store, before any server is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle3.data.store import StoreReader
+from eagle3.errors import problem_error, raise_problems
+from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
+from eagle3.progress import progress
+from eagle3.serve.saved_draft import SavedDraft, load_exported, load_run
+from eagle3.train.checkpoint import WEIGHTS_FILE, checkpoints_folder
+from eagle3.wiring.targets import CONFIG_FILE
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Acceptance of one checkpoint on one store."""
+
+    checkpoint: str
+    dataset: str
+    result: AcceptanceResult
+
+    def render(self) -> str:
+        """A small table: acceptance length by drafts a round, then how far the rounds got."""
+        result = self.result
+        head = f"{self.checkpoint} on {self.dataset}: {result.samples} samples, {result.committed} tokens"
+        if not result.rounds:
+            return f"{head}\n  no data: no answer is longer than one token"
+        lines = [head, f"{'drafts':>8}{'acceptance length':>20}{'step accuracy':>16}"]
+        for drafts, length, accuracy in zip(
+            range(1, result.steps + 1), result.length_by_steps, result.step_accuracy, strict=True
+        ):
+            shown = "no data" if math.isnan(accuracy) else f"{accuracy:.1%}"
+            lines.append(f"{drafts:>8}{length:>20.3f}{shown:>16}")
+        shares = (f"{accepted}: {count / result.rounds:.1%}" for accepted, count in enumerate(result.histogram))
+        low, high = result.interval
+        return "\n".join(
+            [
+                *lines,
+                f"  rounds by accepted drafts: {', '.join(shares)}",
+                f"  {result.steps} drafts a round: acceptance length {result.length:.3f} (95% interval {low:.3f} to "
+                f"{high:.3f}), acceptance rate {result.rate:.1%}",
+            ]
+        )
+
+
+def evaluate_checkpoint(checkpoint: Path, dataset: Path, steps: int) -> EvaluationReport:
+    """Acceptance of a run's checkpoint or an exported folder on a store of the same target and layers.
+
+    The embedding is taken from the store's target head, as a server takes the target's. Runs on the first GPU in
+    bfloat16 where there is one, else on the CPU in float32.
+
+    Args:
+        checkpoint: a run folder (its best checkpoint), one of its checkpoint folders, or an exported folder.
+        dataset: folder of the hidden-state store, of samples that were not trained on.
+        steps: drafts a round.
+
+    Raises:
+        ProblemsError: the checkpoint is damaged; its contract and the store's differ (every difference is listed).
+    """
+    draft, reader = load_draft(checkpoint), StoreReader(dataset)
+    differences = draft.contract.compare(reader.contract, f"checkpoint {checkpoint}", f"dataset {dataset}")
+    raise_problems(differences, f"cannot evaluate {checkpoint} on {dataset}")
+    model = draft.model(reader.target_head()["embed_tokens.weight"])
+    if torch.cuda.is_available():
+        model = model.to("cuda", torch.bfloat16)
+    vocab = draft.vocab.to(model.lm_head.weight.device)
+    with progress("evaluate", len(reader), "samples") as advance:
+        result = acceptance(model, reader, vocab, steps, advance=advance)
+    return EvaluationReport(str(checkpoint), str(dataset), result)
+
+
+def load_draft(checkpoint: Path) -> SavedDraft:
+    """Reads an exported folder, a run's best checkpoint, or one of a run's checkpoint folders.
+
+    Raises:
+        ProblemsError: it is none of these, or it is damaged.
+    """
+    if (checkpoint / WEIGHTS_FILE).is_file():
+        return load_run(checkpoint.resolve().parent.parent, checkpoint.resolve().name)
+    if checkpoints_folder(checkpoint).is_dir():
+        return load_run(checkpoint)
+    if (checkpoint / CONFIG_FILE).is_file():
+        return load_exported(checkpoint)
+    message = "is neither a run, nor a run's checkpoint, nor an exported folder"
+    raise problem_error(str(checkpoint), "evaluate.checkpoint", message, "check the path")

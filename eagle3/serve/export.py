@@ -1,0 +1,148 @@
+"""`eagle3 export`: a run's checkpoint as the folder that a serving engine loads.
+
+Deterministic: two exports of one checkpoint are byte-equal. Either the whole folder appears or nothing does.
+`docs/export.md` says what each file holds and who reads it.
+
+Shapes: H hidden, V target vocab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle3.config import ServeConfig
+from eagle3.data.store import StoreReader
+from eagle3.data.tensor_file import write_tensor_file
+from eagle3.errors import ProblemsError, problem_error, raise_problems
+from eagle3.files import atomic_folder, read_json, read_json_object, write_json_atomic
+from eagle3.serve.adapter import EMBEDDING, to_exported
+from eagle3.serve.draft_config import exported_config, is_exported_config
+from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
+from eagle3.wiring.checkpoint_config import check_options
+from eagle3.wiring.checkpoint_tensors import WEIGHTS_FILE
+from eagle3.wiring.checks import check_checkpoint
+from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
+from eagle3.wiring.engines import EngineIds, ids_to_write
+from eagle3.wiring.layers import describe_layers
+from eagle3.wiring.targets import CONFIG_FILE, served_context, text_config
+
+_FILES = {CONFIG_FILE, WEIGHTS_FILE, CONTRACT_FILE}
+_FILE_TYPE = {"format": "pt"}  # as Transformers writes it; a single entry has one order, so one sequence of bytes
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        output: the exported folder.
+        checkpoint: name of the run's checkpoint that it came from.
+        ids: the layer ids written for the engine, and the engine and version they are for.
+        version_is_default: nobody named the version; the newest known was taken.
+        contract: as written beside the weights.
+        context_length: longest context the draft is exported for, in tokens.
+        trained_length: longest row it was trained on, in tokens.
+    """
+
+    output: Path
+    checkpoint: str
+    ids: EngineIds
+    version_is_default: bool
+    contract: WiringContract
+    context_length: int
+    trained_length: int
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed, but may cost acceptance."""
+        if self.trained_length >= self.context_length:
+            return []
+        return [
+            f"trained on rows of up to {self.trained_length} tokens, exported for a context of {self.context_length}: "
+            "acceptance beyond the trained length is unmeasured"
+        ]
+
+    def render(self) -> str:
+        """The report as text."""
+        ids, chosen = self.ids, "as given"
+        if self.version_is_default:
+            chosen = "the newest known; name another with engine_version"
+        lines = [
+            f"exported {self.checkpoint} to {self.output}",
+            f"  for {ids.engine} {ids.version} ({chosen}), target {self.contract.target_name}",
+            f"  captures {describe_layers(self.contract.output_indices)}",
+            f"  {ids.key} = {list(ids.ids)}; boundaries for vLLM {list(self.contract.wiring.boundaries)}",
+            f"  context length {self.context_length}",
+        ]
+        return "\n".join(lines + [f"  warning: {warning}" for warning in self.warnings])
+
+
+def export_run(cfg: ServeConfig) -> ExportReport:
+    """Exports one checkpoint of a run for one engine version, and checks the result as that server would read it.
+
+    Raises:
+        ProblemsError: the run is damaged or contradicts itself; this version cannot serve this drafter or target;
+            the output is something else than an export; the wiring check of the result fails. Nothing is written.
+    """
+    run, output = Path(cfg.run), Path(cfg.output)
+    _check_output(output)
+    checkpoint = find_checkpoint(run, cfg.checkpoint)
+    draft = load_run(run, checkpoint.name)
+    contract, trained = draft.contract, train_config(run)
+    ids = ids_to_write(contract.wiring, cfg.engine, cfg.engine_version, contract.target_family)
+    target = text_config(read_json_object(run / "target_config.json", "the target's config of a run"))
+    context = cfg.context_length or served_context(target)
+    config = exported_config(draft.config, ids, contract.wiring, context, cfg.dtype)
+    raise_problems(check_options(config, draft.config.num_aux, ids.version, str(run)))
+    embedding = _target_embedding(Path(trained.dataset), contract) if cfg.include_embedding else None
+    dtype = getattr(torch, cfg.dtype)
+    tensors = to_exported(draft.state, draft.config, draft.vocab, dtype, embedding, str(checkpoint))
+    with atomic_folder(output) as folder:
+        write_json_atomic(folder / CONFIG_FILE, config)
+        contract.save(folder)
+        _write_tensors(folder / WEIGHTS_FILE, tensors)
+        _check_written(folder, output, ids)
+    return ExportReport(output, checkpoint.name, ids, cfg.engine_version is None, contract, context, trained.max_length)
+
+
+def _check_output(output: Path) -> None:
+    """Only an older export, and nothing beside it, may be replaced."""
+    if not output.exists():
+        return
+    fix = "choose another folder, or move what is there"
+    if not output.is_dir():
+        raise problem_error(str(output), "export.output", "is a file, expected a folder", fix)
+    names = {path.name for path in output.iterdir()}
+    if not names:
+        return
+    own = CONFIG_FILE in names and is_exported_config(read_json(output / CONFIG_FILE, "the config of an export"))
+    if not own:
+        raise problem_error(str(output), "export.output", "exists and is not an export of ours", fix)
+    if foreign := sorted(names - _FILES):
+        message = f"is an export with other files beside it: {', '.join(foreign)}"
+        raise problem_error(str(output), "export.output", message, fix)
+
+
+def _target_embedding(dataset: Path, contract: WiringContract) -> Tensor:
+    """The target's embedding [V, H] from the store that the run was trained on."""
+    return StoreReader(dataset, contract).target_head()[EMBEDDING]
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    write_tensor_file(path, {name: [tensors[name]] for name in order}, _FILE_TYPE)
+
+
+def _check_written(folder: Path, output: Path, ids: EngineIds) -> None:
+    """Refuses what the wiring check finds; the problems name the folder that would have appeared."""
+    problems = check_checkpoint(folder, engine=ids.engine, engine_version=ids.version)
+    if problems:
+        raise ProblemsError(
+            [dataclasses.replace(item, where=item.where.replace(str(folder), str(output))) for item in problems],
+            f"the export does not pass its own check, so {output} was not written",
+        )
