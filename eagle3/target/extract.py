@@ -41,6 +41,10 @@ class ExtractReport:
     extracted: int
     prepared: PrepareReport
 
+    def render(self) -> str:
+        counts = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised"
+        return f"{self.output}: {counts}; {self.extracted:,} samples extracted by this run"
+
 
 def run_extract(cfg: ExtractConfig) -> ExtractReport:
     """Extracts what is missing in `cfg.output`.

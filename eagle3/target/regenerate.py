@@ -5,7 +5,6 @@ Finished answers are on disk at once (`answer_file.py`); a run that was killed g
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +65,15 @@ class RegenerateReport:
     too_long: int
     skipped: int
 
+    def render(self) -> str:
+        lines = [
+            f"{self.output}: {self.answers:,} answers, {self.tokens:,} tokens; {self.generated:,} made by this run",
+            f"{self.stopped:,} ended by themselves, {self.answers - self.stopped:,} were cut at the limit",
+        ]
+        if self.too_long or self.skipped:
+            lines.append(f"left out: {self.too_long:,} prompts that are too long, {self.skipped:,} bad records")
+        return "\n".join(lines)
+
 
 def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
     """Answers every prompt of `cfg.data` and writes `cfg.output`.
@@ -95,16 +103,13 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
             model = load_model(files, cfg.target)
             _answer_all(cfg, model, tokenizer, fitting, files.facts.context_length, output)
         lines = output.finish([prompt.id for prompt in fitting])
-    too_long = len(prompts) - len(fitting)
-    if too_long:
-        print(f"{too_long} of {len(prompts)} prompts left out: more than {longest} tokens", file=sys.stderr)
     return RegenerateReport(
         output=cfg.output,
         answers=len(lines),
         generated=missing,
         tokens=sum(len(line["answer_ids"]) for line in lines),
         stopped=sum(line["finish"] == "stop" for line in lines),
-        too_long=too_long,
+        too_long=len(prompts) - len(fitting),
         skipped=skipped.total() + len(problems),
     )
 

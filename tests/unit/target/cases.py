@@ -44,10 +44,10 @@ def write_conversations(path: Path, count: int, answer_words: int = 6) -> Path:
     return path
 
 
-def extract_config(target: Path, data: Path, output: Path, **values: Any) -> ExtractConfig:
+def extract_config(folder: Path, conversations: Path, output: Path, **values: Any) -> ExtractConfig:
     nested = {
-        "target": {"path": str(target), "dtype": "float32", "device": "cpu", **values.pop("target", {})},
-        "data": {"path": str(data), **values.pop("data", {})},
+        "target": {"path": str(folder), "dtype": "float32", "device": "cpu", **values.pop("target", {})},
+        "data": {"path": str(conversations), **values.pop("data", {})},
         "output": str(output),
         "store_dtype": "float32",
         "free_disk_fraction": 0.0,
@@ -56,10 +56,10 @@ def extract_config(target: Path, data: Path, output: Path, **values: Any) -> Ext
     return build_config(ExtractConfig, nested, "test")
 
 
-def regenerate_config(target: Path, data: Path, output: Path, **values: Any) -> RegenerateConfig:
+def regenerate_config(folder: Path, conversations: Path, output: Path, **values: Any) -> RegenerateConfig:
     nested = {
-        "target": {"path": str(target), "dtype": "float32", "device": "cpu", **values.pop("target", {})},
-        "data": {"path": str(data), **values.pop("data", {})},
+        "target": {"path": str(folder), "dtype": "float32", "device": "cpu", **values.pop("target", {})},
+        "data": {"path": str(conversations), **values.pop("data", {})},
         "output": str(output),
         "max_new_tokens": 8,
         "batch_size": 4,

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from eagle3.config import ConversationsConfig, RegenerateConfig
+from eagle3.data.chat import prepare_samples, render_prompt
+from eagle3.data.conversations import Conversation, load_conversations
+from eagle3.errors import ProblemsError
+from eagle3.target import regenerate
+from eagle3.target.answer_file import AnswerFile
+from eagle3.target.regenerate import iter_answers, make_prompts, run_regenerate
+from tests.unit.target.cases import make_engine, regenerate_config
+from tests.unit.target.test_generate import greedy_alone
+
+TinyTarget = Callable[[str], Path]
+
+
+def write_prompts(path: Path) -> Path:
+    """All accepted forms, of different lengths, the longest first."""
+    user = {"role": "user", "content": "What is the capital of France?"}
+    lines: list[dict] = [
+        {"id": "p0", "source": "s", "messages": [{"role": "system", "content": "Be short."}, user]},
+        {"id": "p1", "messages": [user, {"role": "assistant", "content": "An old answer."}]},
+        {"id": "p2", "prompt": "Hi"},
+        {"id": "p3", "messages": [user, {"role": "assistant", "content": "Paris."}, {**user, "content": "Sure?"}]},
+        *({"id": f"p{number}", "prompt": " ".join(["add two and three"] * number)} for number in range(4, 10)),
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def cfg(tiny_target: TinyTarget, tmp_path: Path) -> RegenerateConfig:
+    return regenerate_config(tiny_target("llama"), write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.jsonl")
+
+
+def read(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_answers_are_the_targets_own_in_the_order_of_the_prompts(cfg: RegenerateConfig) -> None:
+    report = run_regenerate(cfg)
+    lines = read(cfg.output)
+    assert [line["id"] for line in lines] == [f"p{number}" for number in range(10)]
+    assert (report.answers, report.generated) == (10, 10)
+    assert report.tokens == sum(len(line["answer_ids"]) for line in lines)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path)
+    model = make_engine(Path(cfg.target.path), [0]).model
+    for line in lines:
+        prompt = render_prompt(tokenizer, line["messages"][:-1])
+        expected = greedy_alone(model, prompt, cfg.max_new_tokens, [511])
+        assert (line["answer_ids"], line["finish"]) == (expected.ids, expected.finish)
+    assert lines[0]["source"] == "s" and lines[1]["source"] is None
+
+
+def test_the_last_user_turn_is_answered_and_an_old_answer_dropped(cfg: RegenerateConfig) -> None:
+    run_regenerate(cfg)
+    lines = {line["id"]: line["messages"] for line in read(cfg.output)}
+    assert [message["role"] for message in lines["p0"]] == ["system", "user", "assistant"]
+    assert [message["role"] for message in lines["p1"]] == ["user", "assistant"]
+    assert lines["p1"][-1]["content"] != "An old answer."
+    assert [message["role"] for message in lines["p3"]] == ["user", "assistant", "user", "assistant"]
+    assert lines["p3"][1]["content"] == "Paris."
+
+
+@pytest.mark.parametrize("name", ["llama", "kimi"])
+def test_extraction_takes_the_output_with_its_own_token_ids(tiny_target: TinyTarget, tmp_path: Path, name: str) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    cfg = regenerate_config(tiny_target(name), prompts, tmp_path / "out.jsonl", data={"limit": 3})
+    run_regenerate(cfg)
+    conversations, dropped = load_conversations(ConversationsConfig(path=cfg.output))
+    assert not dropped
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target(name))
+    samples, _ = prepare_samples(tokenizer, conversations, 2048)
+    for sample, line in zip(samples, read(cfg.output), strict=True):
+        supervised = [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
+        assert supervised == line["answer_ids"]
+
+
+def kill_after(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, count = AnswerFile.append, [0]
+
+    def killing(self: AnswerFile, lines: list) -> None:
+        if count[0] == batches:
+            raise KeyboardInterrupt
+        count[0] += 1
+        append(self, lines)
+
+    monkeypatch.setattr(AnswerFile, "append", killing)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_file(
+    cfg: RegenerateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cfg.model_copy(update={"output": f"{cfg.output}.whole.jsonl"})
+    run_regenerate(whole)
+    with monkeypatch.context() as patch:
+        kill_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run_regenerate(cfg)
+    partial = Path(f"{cfg.output}.partial")
+    assert not Path(cfg.output).exists()
+    finished = partial.read_bytes()
+    assert finished.count(b"\n") == 4
+    # A kill in the middle of the second write: one whole line more, and half of the next.
+    done = [json.loads(line) for line in finished.splitlines()]
+    more = [line for line in Path(whole.output).read_bytes().splitlines() if json.loads(line) not in done][:2]
+    partial.write_bytes(finished + more[0] + b"\n" + more[1][:40])
+    report = run_regenerate(cfg)
+    assert (report.answers, report.generated) == (10, 5)
+    assert Path(cfg.output).read_bytes() == Path(whole.output).read_bytes()
+    assert not partial.exists()
+
+
+def test_a_finished_file_needs_no_target(cfg: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_regenerate(cfg)
+    before = Path(cfg.output).read_bytes()
+    monkeypatch.setattr(regenerate, "load_model", lambda *args: pytest.fail("loaded the target"))
+    assert run_regenerate(cfg).generated == 0
+    assert Path(cfg.output).read_bytes() == before
+
+
+def test_resume_under_other_settings_lists_each(cfg: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_regenerate(cfg)
+    before = Path(cfg.output).read_bytes()
+    monkeypatch.setattr(regenerate, "load_model", lambda *args: pytest.fail("loaded the target"))
+    other = cfg.model_copy(
+        update={
+            "max_new_tokens": 9,
+            "temperature": 0.5,
+            "data": cfg.data.model_copy(update={"limit": 5, "chat_template_kwargs": {"thinking": False}}),
+            "target": cfg.target.model_copy(update={"dtype": "bfloat16"}),
+            "batch_size": 2,
+        }
+    )
+    with pytest.raises(ProblemsError) as caught:
+        run_regenerate(other)
+    words = ["max_new_tokens", "temperature", "seed", "conversations", "chat_template_kwargs.thinking", "target.dtype"]
+    messages = [problem.message for problem in caught.value.problems]
+    assert len(messages) == len(words)
+    for word in words:
+        assert any(f"settings.{word}:" in message for message in messages), word
+    assert Path(cfg.output).read_bytes() == before
+
+
+def test_a_file_of_somebody_else_is_not_touched(cfg: RegenerateConfig) -> None:
+    Path(cfg.output).write_text("mine\n")
+    with pytest.raises(ProblemsError, match=r"regenerate\.foreign"):
+        run_regenerate(cfg)
+    assert Path(cfg.output).read_text() == "mine\n"
+
+
+def test_a_damaged_line_is_named(cfg: RegenerateConfig) -> None:
+    run_regenerate(cfg)
+    lines = Path(cfg.output).read_text().splitlines()
+    Path(cfg.output).write_text("\n".join([lines[0], "{broken", *lines[2:]]) + "\n")
+    with pytest.raises(ProblemsError, match=r"regenerate\.damaged.*out\.jsonl:2"):
+        run_regenerate(cfg)
+
+
+def test_a_second_run_is_refused(cfg: RegenerateConfig) -> None:
+    with AnswerFile(Path(cfg.output), {}), pytest.raises(ProblemsError, match=r"regenerate\.locked"):
+        run_regenerate(cfg)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(cfg: RegenerateConfig) -> None:
+    short = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_length": 30})})
+    report = run_regenerate(short)
+    assert 0 < report.too_long < 10
+    assert report.answers + report.too_long == 10
+    assert f"{report.too_long} prompts that are too long" in report.render()
+    none = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_length": 2}), "output": f"{cfg.output}2"})
+    with pytest.raises(ProblemsError, match=r"regenerate\.too_long"):
+        run_regenerate(none)
+
+
+def test_a_record_without_a_prompt_is_an_error_or_counted(cfg: RegenerateConfig) -> None:
+    with Path(cfg.data.path).open("a") as handle:
+        handle.write(json.dumps({"id": "bad", "messages": [{"role": "assistant", "content": "Hello"}]}) + "\n")
+    with pytest.raises(ProblemsError, match=r"chat\.assistant_first.*bad"):
+        run_regenerate(cfg)
+    skipping = cfg.model_copy(update={"data": cfg.data.model_copy(update={"skip_bad": True})})
+    report = run_regenerate(skipping)
+    assert (report.answers, report.skipped) == (10, 1)
+
+
+def test_batch_size_does_not_change_greedy_answers(cfg: RegenerateConfig) -> None:
+    run_regenerate(cfg)
+    single = cfg.model_copy(update={"batch_size": 1, "output": f"{cfg.output}.single.jsonl"})
+    run_regenerate(single)
+    assert Path(cfg.output).read_bytes() == Path(single.output).read_bytes()
+
+
+def test_an_answer_ends_where_the_context_does(tiny_target: TinyTarget) -> None:
+    model = make_engine(tiny_target("llama"), [0]).model
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target("llama"))
+    asked = Conversation("a", [{"role": "user", "content": "Hi"}])
+    (prompt,), problems = make_prompts(tokenizer, [asked])
+    assert not problems
+    room = len(prompt.input_ids) + 3
+    (batch,) = iter_answers(model, [prompt], max_new_tokens=50, batch_size=1, context_length=room)
+    ((_, answer),) = batch
+    assert len(answer.ids) == 3 and answer.finish == "length"
