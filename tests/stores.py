@@ -90,11 +90,9 @@ def write_random_store(
         for number, (tokens, answer) in enumerate(answers)
     ]
     settings = {"keep_ids": [0, 1]}
-    with StoreWriter(
-        folder, contract or random_contract(), settings, TARGET_CONFIG, head, shard_max_samples=4
-    ) as writer:
-        for sample in samples:
-            writer.add(sample)
+    with StoreWriter(folder, contract or random_contract(), settings, TARGET_CONFIG, head) as writer:
+        for begin in range(0, len(samples), 4):
+            writer.write_shard(samples[begin : begin + 4])
     return folder
 
 

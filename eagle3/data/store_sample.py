@@ -34,12 +34,6 @@ class StoredSample:
     last_hidden_states: torch.Tensor
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in a shard, its header aside."""
-        states = self.aux_hidden_states.nbytes + self.last_hidden_states.nbytes
-        return states + self.input_ids.numel() * (torch.int32.itemsize + torch.uint8.itemsize)
-
-    @property
     def info(self) -> SampleInfo:
         return SampleInfo(self.id, self.input_ids.numel(), int(self.loss_mask.sum()))
 

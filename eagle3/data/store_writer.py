@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ class StoreWriter:
     """Creates a store, or goes on with one that the same settings began. A context manager.
 
     A shard appears under its final name only when it is whole and on disk, and in the manifest only after that, so
-    a kill loses at most the shard in work. Leaving the block without an error writes the samples still buffered.
+    a kill loses at most the shard in work.
 
     Args:
         folder: of the store; made if absent.
@@ -45,8 +46,6 @@ class StoreWriter:
         settings: what the samples depend on (JSON values); a store begun with others is refused.
         target_config: the target's text config.
         target_head: `embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] unless tied.
-        shard_max_bytes: a shard is closed before it would be larger; a single sample may be.
-        shard_max_samples: a shard is closed when it has so many samples.
         provenance: command line, versions and so on, recorded when the store is created; never compared.
 
     Raises:
@@ -61,17 +60,11 @@ class StoreWriter:
         settings: Mapping[str, Any],
         target_config: Mapping[str, Any],
         target_head: Mapping[str, torch.Tensor],
-        shard_max_bytes: int = 2 << 30,
-        shard_max_samples: int = 1024,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.shard_max_bytes = shard_max_bytes
-        self.shard_max_samples = shard_max_samples
         self.redone: list[Problem] = []
         """Shards of an earlier run that were found damaged and dropped, to be extracted again."""
-        self._buffer: list[StoredSample] = []
-        self._buffer_bytes = 0
         raise_problems(_check_head(target_head, contract))
         with explained_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -95,48 +88,43 @@ class StoreWriter:
         self.completed = {sample.id for shard in self._manifest.shards for sample in shard.samples}
         """Ids of the samples that are safely in the store."""
 
-    def add(self, sample: StoredSample) -> None:
-        """Takes one sample; writes a shard when there is enough for one.
-
-        Raises:
-            ProblemsError: the sample is mis-shaped, not finite or already there (it is named); the disk is full.
-        """
-        raise_problems(self._check_samples([sample]))
-        if self._buffer and self._buffer_bytes + sample.nbytes > self.shard_max_bytes:
-            self.flush()
-        self._buffer.append(sample)
-        self._buffer_bytes += sample.nbytes
-        if len(self._buffer) >= self.shard_max_samples:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the samples still buffered, if any, as a shard."""
-        buffered, self._buffer, self._buffer_bytes = self._buffer, [], 0
-        if buffered:
-            self._write(buffered)
-
     def write_shard(self, samples: Sequence[StoredSample]) -> None:
-        """Writes these samples as one shard and lists it in the manifest.
+        """Writes these samples, at least one, as one shard and lists it in the manifest.
 
         Raises:
-            ProblemsError: as `add`; nothing of the shard is left then.
+            ProblemsError: samples are mis-shaped, not finite or already there (all are named); the disk is full.
+                Nothing of the shard is left then.
         """
+        assert samples
         raise_problems(self._check_samples(samples))
-        self._write(samples)
+        path = self.folder / self._free_name()
+        checksum = ""
+
+        def write(temporary: Path) -> None:
+            nonlocal checksum
+            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.contract))
+
+        write_atomic(path, write)
+        shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
+        shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
+        self._manifest, before = replace(self._manifest, shards=tuple(shards)), self._manifest
+        try:
+            self._save_manifest()
+        except BaseException:
+            self._manifest = before
+            path.unlink()
+            raise
+        self.completed.update(sample.id for sample in samples)
 
     def close(self) -> None:
-        """Gives the lock back; samples still buffered are dropped."""
+        """Gives the lock back."""
         self._lock.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self.flush()
-        finally:
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _take_lock(self) -> None:
         try:
@@ -162,31 +150,15 @@ class StoreWriter:
         self.redone = damaged_head + [problem for problems in damaged.values() for problem in problems]
         return replace(manifest, shards=tuple(shard for shard in manifest.shards if not damaged[shard.file]))
 
-    def _write(self, samples: Sequence[StoredSample]) -> None:
-        path = self.folder / self._free_name()
-        checksum = ""
-
-        def write(temporary: Path) -> None:
-            nonlocal checksum
-            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.contract))
-
-        write_atomic(path, write)
-        shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
-        shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
-        self._manifest = replace(self._manifest, shards=tuple(shards))
-        self._save_manifest()
-        self.completed.update(sample.id for sample in samples)
-
     def _check_samples(self, samples: Sequence[StoredSample]) -> list[Problem]:
-        known = self.completed | {sample.id for sample in self._buffer}
-        problems = []
+        problems, ids = [], Counter(sample.id for sample in samples)
         for sample in samples:
             where = f"{self.folder}: sample {sample.id!r}"
             for kind, message in sample_faults(sample, self._manifest.contract):
                 problems.append(Problem(where, f"store.{kind}", message, "correct what made this sample"))
-            if sample.id in known:
-                problems.append(Problem(where, "store.duplicate_sample", "is already there", "use unique ids"))
-            known.add(sample.id)
+            if sample.id in self.completed or ids[sample.id] > 1:
+                message = "is already in the store, or given twice"
+                problems.append(Problem(where, "store.duplicate_sample", message, "use unique ids"))
         return problems
 
     def _free_name(self) -> str:

@@ -74,11 +74,10 @@ def write(folder: Path) -> None:
         settings={"max_length": 3, "keep_ids": [0]},
         target_config={"model_type": "llama", "rms_norm_eps": 1e-6},
         target_head=head,
-        shard_max_samples=2,
         provenance={"command": "eagle3 extract"},
     ) as store:
-        for sample in samples():
-            store.add(sample)
+        store.write_shard(samples()[:2])
+        store.write_shard(samples()[2:])
 
 
 @pytest.mark.parametrize("file", SHA256)

@@ -66,7 +66,6 @@ def writer(folder: Path, **changes: Any) -> StoreWriter:
         "settings": {"data": {"max_length": 64, "path": "a.jsonl"}, "store_dtype": "bfloat16"},
         "target_config": {"model_type": "llama", "rms_norm_eps": 1e-6},
         "target_head": target_head(),
-        "shard_max_samples": 2,
     }
     return StoreWriter(folder, **{**values, **changes})
 
@@ -74,9 +73,19 @@ def writer(folder: Path, **changes: Any) -> StoreWriter:
 def make_store(folder: Path, samples: int = 6, **changes: Any) -> Path:
     """A store of shards of two samples each: s0, s1 | s2, s3 | ..."""
     with writer(folder, **changes) as store:
-        for number in range(samples):
-            store.add(sample(f"s{number}", tokens=3 + number, start=number))
+        write_missing(store, samples)
     return folder
+
+
+def write_missing(store: StoreWriter, samples: int) -> None:
+    """Writes what the store lacks of s0, s1, ..., two to a shard."""
+    numbers = [number for number in range(samples) if f"s{number}" not in store.completed]
+    for pair in batched(numbers, 2):
+        store.write_shard([sample(f"s{number}", tokens=3 + number, start=number) for number in pair])
+
+
+def batched(values: list[int], size: int) -> list[list[int]]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
 def kinds(error: ProblemsError) -> list[str]:

@@ -175,6 +175,6 @@ def test_resuming_in_the_middle_of_an_epoch_gives_its_rest(reader: StoreReader) 
 def test_fault_03_a_sample_without_supervised_tokens_may_be_stored_and_batched(tmp_path: Path) -> None:
     bare = StoredSample(**{**vars(sample("bare", 4)), "loss_mask": torch.zeros(4, dtype=torch.bool)})
     with writer(tmp_path / "store") as store:
-        store.add(bare)
+        store.write_shard([bare])
     [[batch]] = load_windows(StoreReader(tmp_path / "store"), plan(1).epoch(0), [0], 64)
     assert batch.loss_mask.sum() == 0

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import signal
@@ -13,9 +12,9 @@ import torch
 
 from eagle3.data import store_writer
 from eagle3.data.store import StoredSample, StoreReader
-from eagle3.errors import ProblemsError
+from eagle3.errors import ProblemsError, problem_error
 
-from .cases import HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, writer
+from .cases import HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
 
 
 def names(folder: Path) -> list[str]:
@@ -35,8 +34,8 @@ def test_what_is_written_is_read_back(tmp_path: Path, dtype: str) -> None:
     kind = getattr(torch, dtype)
     written = [sample(f"s{number}", tokens=number + 1, start=number, dtype=kind) for number in range(5)]
     with writer(tmp_path / "store", contract=contract(dtype=dtype)) as store:
-        for item in written:
-            store.add(item)
+        store.write_shard(written[:2])
+        store.write_shard(written[2:])
     reader = StoreReader(tmp_path / "store", contract(dtype=dtype))
     assert [info.id for info in reader.samples] == ["s0", "s1", "s2", "s3", "s4"]
     assert [(info.tokens, info.supervised) for info in reader.samples] == [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
@@ -53,20 +52,6 @@ def test_the_target_head_comes_back_and_a_tied_one_uses_the_embedding(tmp_path: 
     tied = {name: value for name, value in target_head().items() if name != "lm_head.weight"}
     head = StoreReader(make_store(tmp_path / "tied", target_head=tied)).target_head()
     assert torch.equal(head["lm_head.weight"], tied["embed_tokens.weight"])
-
-
-def test_shards_keep_their_bounds_and_one_large_sample_gets_its_own(tmp_path: Path) -> None:
-    bound = 3 * sample("x", 5).nbytes
-    with writer(tmp_path / "store", shard_max_bytes=bound, shard_max_samples=100) as store:
-        for number, tokens in enumerate([5, 5, 5, 5, 40, 5]):
-            store.add(sample(f"s{number}", tokens))
-    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
-    assert [[item["id"] for item in shard["samples"]] for shard in manifest["shards"]] == [
-        ["s0", "s1", "s2"],
-        ["s3"],
-        ["s4"],
-        ["s5"],
-    ]
 
 
 def test_reading_maps_a_sample_and_does_not_load_its_shard(tmp_path: Path) -> None:
@@ -123,19 +108,17 @@ def test_non_finite_states_are_refused_by_name(tmp_path: Path, name: str, value:
     wrong = sample("wrong")
     getattr(wrong, name)[3, 2] = value
     with writer(tmp_path / "store") as store, pytest.raises(ProblemsError, match=f"'wrong'.*{name}"):
-        store.add(wrong)
+        store.write_shard([wrong])
 
 
-def test_a_sample_is_refused_twice_in_one_shard_in_the_buffer_and_in_the_store(tmp_path: Path) -> None:
+def test_a_sample_is_refused_twice_in_one_shard_and_in_the_store(tmp_path: Path) -> None:
     with writer(tmp_path / "store") as store:
-        for action in (
-            lambda: store.write_shard([sample("a"), sample("a")]),
-            lambda: (store.add(sample("b")), store.add(sample("b"))),
-            lambda: (store.flush(), store.add(sample("b"))),
-        ):
-            with pytest.raises(ProblemsError, match="is already there") as error:
-                action()
-            assert kinds(error.value) == ["store.duplicate_sample"]
+        store.write_shard([sample("a")])
+        for again in (["a"], ["b", "b"]):
+            with pytest.raises(ProblemsError, match="already in the store, or given twice") as error:
+                store.write_shard([sample(sample_id) for sample_id in again])
+            assert set(kinds(error.value)) == {"store.duplicate_sample"}
+    assert [info.id for info in StoreReader(tmp_path / "store").samples] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +144,7 @@ def test_resuming_goes_on_where_the_last_run_stopped(tmp_path: Path) -> None:
     with writer(folder) as store:
         assert store.completed == {"s0", "s1", "s2"}
         assert store.redone == []
-        store.add(sample("s3"))
+        store.write_shard([sample("s3")])
     assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3"]
     assert (folder / "shard-00000.safetensors").read_bytes() == first
 
@@ -220,8 +203,7 @@ def test_fault_08_a_half_copied_shard_is_redone_not_skipped(tmp_path: Path) -> N
         assert store.completed == {"s0", "s1", "s4", "s5"}
         assert [problem.kind for problem in store.redone] == ["store.shard_truncated"]
         assert not path.exists()
-        store.add(sample("s2", tokens=5, start=2))
-        store.add(sample("s3", tokens=6, start=3))
+        write_missing(store, 6)
     assert path.read_bytes() == whole
     assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3", "s4", "s5"]
 
@@ -266,9 +248,27 @@ def test_fault_08_no_space_on_the_third_shard(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     with writer(folder) as store:
         assert store.completed == {"s0", "s1", "s2", "s3"}
-        store.add(sample("s4"))
-        store.add(sample("s5"))
+        write_missing(store, 6)
     assert len(StoreReader(folder)) == 6
+
+
+def test_fault_08_no_space_for_the_manifest_leaves_no_unlisted_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_store(tmp_path / "store", samples=4)
+    real = store_writer.write_json_atomic
+
+    def full(path: Path, value: object) -> None:
+        raise problem_error(str(path), "disk.full", "cannot write: No space left on device", "free space there")
+
+    with writer(folder) as store:
+        monkeypatch.setattr(store_writer, "write_json_atomic", full)
+        with pytest.raises(ProblemsError, match="No space left"):
+            write_missing(store, 6)
+        assert len(StoreReader(folder)) == 4
+        monkeypatch.setattr(store_writer, "write_json_atomic", real)
+        write_missing(store, 6)
+    assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3", "s4", "s5"]
 
 
 def test_fault_08_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -322,9 +322,7 @@ def test_fault_08_a_kill_at_any_write_leaves_a_store_that_can_be_finished(
             assert store.redone == []
             if function == "replace":
                 assert len(store.completed) == max(0, call - 3) // 2 * 2
-            for number in range(8):
-                if f"s{number}" not in store.completed:
-                    store.add(sample(f"s{number}", tokens=3 + number, start=number))
+            write_missing(store, 8)
         assert names(folder) == names(whole)
         for path in whole.iterdir():
             assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
@@ -335,9 +333,8 @@ def test_fault_08_a_kill_in_the_middle_of_a_shards_bytes(tmp_path: Path) -> None
     child = os.fork()
     if child == 0:
         try:
-            with writer(folder, shard_max_samples=10_000) as store:
-                for number in range(2_000):
-                    store.add(sample(f"big{number}", tokens=1000))
+            with writer(folder) as store:
+                store.write_shard([sample(f"big{number}", tokens=1000) for number in range(2_000)])
         finally:
             os._exit(0)
     temporary = folder / "shard-00002.safetensors.tmp"
@@ -373,9 +370,9 @@ def test_a_second_writer_is_refused_and_a_dead_one_leaves_no_lock(tmp_path: Path
     writer(folder).close()
 
 
-def test_an_error_in_the_block_drops_the_buffer_and_gives_the_lock_back(tmp_path: Path) -> None:
+def test_an_error_in_the_block_gives_the_lock_back(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), writer(tmp_path / "store") as store:
-        store.add(sample("a"))
+        store.write_shard([sample("a")])
         raise KeyboardInterrupt
     with writer(tmp_path / "store") as store:
-        assert store.completed == set()
+        assert store.completed == {"a"}

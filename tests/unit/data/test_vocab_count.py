@@ -23,8 +23,7 @@ def tokens(sample_id: str, ids: list[int], supervised: list[int]) -> StoredSampl
 
 def store(folder: Path, *samples: StoredSample) -> StoreReader:
     with writer(folder) as store:
-        for sample in samples:
-            store.add(sample)
+        store.write_shard(samples)
     return StoreReader(folder)
 
 
