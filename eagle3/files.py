@@ -131,6 +131,19 @@ def read_json(path: Path, what: str) -> Any:
         raise problem_error(str(path), "file.not_json", message, "restore the file from its source") from None
 
 
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """Reads a JSON file whose top is an object; see `read_json`.
+
+    Raises:
+        ProblemsError: also kind `file.not_an_object`.
+    """
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        message = f"holds a {type(value).__name__}, expected an object ({what})"
+        raise problem_error(str(path), "file.not_an_object", message, "restore the file from its source")
+    return value
+
+
 def sha256_file(path: Path) -> str:
     """`sha256:<hex>` of a file's bytes."""
     digest = hashlib.sha256()

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+ENGINE_NAMES = {"sglang": "SGLang", "vllm": "vLLM", "speculators": "speculators", "transformers": "Transformers"}
+ANY_FAMILY = "*"
+BEGINNING = "0"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED_KEY = f"eagle_config.{LAYER_IDS}"
 
@@ -105,7 +108,7 @@ _SGLANG = (
     Convention(
         "sglang",
         "kimi_k25",
-        "0.0.0",
+        BEGINNING,
         "0.5.9",
         Rule.OUTPUT_INDEX,
         f"sglang/srt/models/kimi_k25.py (no {_SETTER} in 0.5.9, no file in 0.5.8)",
@@ -134,7 +137,7 @@ _VLLM = (
 _ANY_FAMILY = (
     Convention(
         "speculators",
-        "*",
+        ANY_FAMILY,
         "0.9.0",
         "0.9.0",
         Rule.BOUNDARY,
@@ -145,7 +148,7 @@ _ANY_FAMILY = (
     ),
     Convention(
         "transformers",
-        "*",
+        ANY_FAMILY,
         "5.24.0",
         "5.24.0",
         Rule.BOUNDARY,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle3.errors import Problem, ProblemsError, problem_error
-from eagle3.wiring.conventions import CONVENTIONS, Convention, Rule
+from eagle3.wiring.conventions import ANY_FAMILY, BEGINNING, CONVENTIONS, ENGINE_NAMES, Convention, Rule
 from eagle3.wiring.layers import LayerWiring
 
 _VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:\.post(\d+))?(?:\+[A-Za-z0-9.]+)?")
@@ -69,19 +69,13 @@ def newest_known(engine: str) -> str:
     return str(max(Version(convention.last) for convention in _of_engine(engine)))
 
 
-def conventions_of(engine: str, family: str) -> list[Convention]:
-    """Every version range of this engine for this target family, oldest first.
+def known_conventions(engine: str, family: str) -> list[Convention]:
+    """Every version range of this engine that is known for this target family, oldest first; may be empty.
 
     Raises:
-        ProblemsError: kinds `engine.unknown`, `engine.family_unknown`.
+        ProblemsError: kind `engine.unknown`.
     """
-    known = _of_engine(engine)
-    found = [convention for convention in known if convention.family in (family, "*")]
-    if not found:
-        families = ", ".join(sorted({convention.family for convention in known}))
-        message = f"{engine}'s layer ids are not known for target family {family!r}, only for {families}"
-        fix = "use one of these, or add its convention and source to eagle3/wiring/conventions.py"
-        raise problem_error("target family", "engine.family_unknown", message, fix)
+    found = [convention for convention in _of_engine(engine) if convention.family in (family, ANY_FAMILY)]
     return sorted(found, key=lambda convention: Version(convention.first))
 
 
@@ -93,26 +87,30 @@ def find_convention(engine: str, version: str | None, family: str) -> Convention
             `engine.family_unknown`, `engine.unsupported`.
     """
     wanted = Version(version if version is not None else newest_known(engine))
-    candidates = conventions_of(engine, family)
+    server = f"{ENGINE_NAMES[engine]} {wanted}"
+    candidates = known_conventions(engine, family)
+    if not candidates:
+        families = ", ".join(sorted({convention.family for convention in _of_engine(engine)}))
+        message = f"its layer ids are not known for target family {family!r}, only for {families}"
+        fix = "use one of these, or add its convention and source to eagle3/wiring/conventions.py"
+        raise problem_error(server, "engine.family_unknown", message, fix)
     for convention in candidates:
         if Version(convention.first) <= wanted <= Version(convention.last):
             if convention.unsupported:
-                fix = f"serve it with {engine} {newest_known(engine)}"
-                raise problem_error(f"{engine} {wanted}", "engine.unsupported", convention.unsupported, fix)
+                fix = f"serve it with {newest_known(engine)}"
+                raise problem_error(server, "engine.unsupported", convention.unsupported, fix)
             return convention
-    ranges = ", ".join(version_range(convention) for convention in candidates if not convention.unsupported)
-    message = f"the layer ids of {engine} {wanted} are not known for target family {family!r}; known: {ranges}"
+    ranges = ", ".join(version_range(item.first, item.last) for item in candidates if not item.unsupported)
+    message = f"its layer ids are not known for target family {family!r}; known versions: {ranges}"
     fix = f"use a known version (newest: {newest_known(engine)}), or read that version's rule and add it"
-    raise problem_error(f"{engine} {wanted}", "engine.version_unknown", message, fix)
+    raise problem_error(server, "engine.version_unknown", message, fix)
 
 
-def version_range(convention: Convention) -> str:
+def version_range(first: str, last: str) -> str:
     """E.g. `0.5.10 to 0.5.12.post1`, or one version."""
-    if convention.first == convention.last:
-        return convention.first
-    if convention.first == "0.0.0":
-        return f"up to {convention.last}"
-    return f"{convention.first} to {convention.last}"
+    if first == BEGINNING:
+        return f"up to {last}"
+    return first if first == last else f"{first} to {last}"
 
 
 def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: str) -> EngineIds:
@@ -124,17 +122,15 @@ def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: 
     """
     convention = find_convention(engine, version, family)
     wanted = version if version is not None else newest_known(engine)
-    if problems := _unreachable(wiring, convention, f"{engine} {wanted}"):
+    server = f"{ENGINE_NAMES[engine]} {wanted}"
+    if problems := _unreachable(wiring, convention, server, family):
         raise ProblemsError(problems)
     for ids in (wiring.output_indices, wiring.boundaries):
         if requested_boundaries(ids, convention, wiring.num_hidden_layers) == wiring.boundaries:
             return EngineIds(engine, wanted, convention.key, ids)
-    message = (
-        f"{list(wiring.boundaries)} cannot be written for {family}: a list of boundaries that starts with 1 is read "
-        "as one layer later"
-    )
-    fix = "train on other layers (add the embedding, or leave layer 0 out), or serve with another version"
-    raise problem_error(f"{engine} {wanted}", "engine.inexpressible", message, fix)
+    message = f"cannot be told to capture boundaries {list(wiring.boundaries)}: it reads a list that starts with 1 as "
+    fix = "train on other layers (with the embedding, or without layer 0), or serve with another version"
+    raise problem_error(server, "engine.inexpressible", message + "one layer later", fix)
 
 
 def boundaries_read(
@@ -173,15 +169,15 @@ def _of_engine(engine: str) -> list[Convention]:
     return found
 
 
-def _unreachable(wiring: LayerWiring, convention: Convention, where: str) -> list[Problem]:
+def _unreachable(wiring: LayerWiring, convention: Convention, server: str, family: str) -> list[Problem]:
     problems = []
     if 0 in wiring.boundaries and not convention.embedding:
-        message = f"{convention.engine} cannot capture the embedding of a {convention.family} target in this version"
-        later = [other for other in conventions_of(convention.engine, convention.family) if other.embedding]
-        fix = "train without -1" + (f", or serve with {version_range(later[0])}" if later else "")
-        problems.append(Problem(where, "engine.embedding", message, fix))
+        later = [other for other in known_conventions(convention.engine, family) if other.embedding]
+        fix = "train without -1" + (f", or serve with {later[0].first} or newer" if later else "")
+        message = f"cannot capture the embedding for target family {family!r}"
+        problems.append(Problem(server, "engine.embedding", message, fix))
     if wiring.num_hidden_layers in wiring.boundaries and not convention.last_layer:
-        message = f"{convention.engine} cannot capture the last layer's output of a {convention.family} target"
-        fix = f"use layers up to {wiring.num_hidden_layers - 2}"
-        problems.append(Problem(where, "engine.last_layer", message, fix))
+        message = f"cannot capture the last layer's output for target family {family!r}"
+        fix = f"train on layers up to {wiring.num_hidden_layers - 2}"
+        problems.append(Problem(server, "engine.last_layer", message, fix))
     return problems

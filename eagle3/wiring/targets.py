@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import digest_json, read_json
+from eagle3.files import digest_json, read_json_object
 from eagle3.wiring.layers import is_int
 
 CONFIG_FILE = "config.json"
@@ -120,30 +120,30 @@ def served_context(config: Mapping[str, Any]) -> int:
     Source: `sglang/srt/utils/hf_transformers/common.py`, `get_context_length`: `max_position_embeddings`, times the
     rope factor unless the scaling is llama3 or says what the original length was.
     """
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    scaled = scaling.get("rope_type") != "llama3" and "original_max_position_embeddings" not in scaling
-    return int(config["max_position_embeddings"] * ((scaling.get("factor") or 1) if scaled else 1))
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    length: int = config["max_position_embeddings"]
+    if not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
+        return length
+    factor = scaling.get("factor", 1)
+    if scaling.get("rope_type") == "llama3" or not isinstance(factor, int | float):
+        return length
+    return int(factor * length)
 
 
 def read_target_config(path: Path) -> dict[str, Any]:
     """The whole config.json of a target: `path` is its folder or the file.
 
     Raises:
-        ProblemsError: kinds `file.missing`, `file.not_json`, `target.config`.
+        ProblemsError: kinds `file.*`.
     """
-    file = path / CONFIG_FILE if path.is_dir() else path
-    config = read_json(file, "a target model's config.json")
-    if not isinstance(config, dict):
-        message = f"holds a {type(config).__name__}, expected an object"
-        raise problem_error(str(file), "target.config", message, "give the target model's folder")
-    return config
+    return read_json_object(path / CONFIG_FILE if path.is_dir() else path, "a target model's config.json")
 
 
 def target_facts(name_or_path: str | Path) -> TargetFacts:
     """The facts of a known target, or of a folder (or its config.json) on disk.
 
     Raises:
-        ProblemsError: kinds `target.unknown`, `target.config`, `target.model_type`, `file.not_json`.
+        ProblemsError: kinds `target.unknown`, `target.config`, `target.model_type`, `file.*`.
     """
     name = str(name_or_path)
     if name.lower() in KNOWN_TARGETS:

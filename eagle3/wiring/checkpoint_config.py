@@ -1,0 +1,200 @@
+"""A draft checkpoint's config.json: what SGLang and vLLM read from it, checked.
+
+Read in `sglang/srt/models/llama_eagle3.py` of the releases 0.5.8 to 0.5.23 and in vLLM 0.33.0's
+`model_executor/models/llama_eagle3.py`. `eagle3 export` adds one top-level key of its own, which servers skip:
+
+    "eagle3": {
+        "exported_for": {"engine": "sglang", "engine_version": "0.5.23"},   # what the nested layer ids are written for
+        "context_length": 8192                                             # optional: longest context it is served with
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from eagle3.errors import Problem
+from eagle3.wiring.conventions import LAYER_IDS, NESTED_KEY
+from eagle3.wiring.engines import Version
+from eagle3.wiring.layers import is_int
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+OWN_KEY = "eagle3"
+SIZE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "draft_vocab_size",
+    "max_position_embeddings",
+)
+# The first SGLang release that reads other counts of aux layers, `layers.0.*` names and most options; for each
+# option the first that reads it. An older one skips flag and tensor without a word.
+GENERAL_SINCE = "0.5.12"
+_OPTION_SINCE = {"norm_output": GENERAL_SINCE, "fc_norm": GENERAL_SINCE, "norm_before_fc": "0.5.17"}
+_WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "bias": (False, None),
+}
+_EXPORT = "export it again with `eagle3 export`"
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The drafter that a server would build from config.json (widths in elements)."""
+
+    hidden_size: int
+    intermediate_size: int
+    query_size: int
+    key_value_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_aux: int
+    fc_norm: bool
+    norm_before_fc: bool
+
+
+def check_config(config: Mapping[str, Any], where: str) -> list[Problem]:
+    """Everything that is wrong in config.json by itself; kinds `config.*`. Layer ids: see `nested_layer_ids`."""
+    problems = _shape_problems(config, where)
+
+    def wrong(key: str, found: object, expected: str, fix: str = _EXPORT) -> None:
+        problems.append(Problem(where, f"config.{key}", f"{key} is {found!r}, expected {expected}", fix))
+
+    if config.get("architectures") != [ARCHITECTURE]:
+        wrong("architectures", config.get("architectures"), repr([ARCHITECTURE]))
+    if config.get("model_type") != "llama":
+        wrong("model_type", config.get("model_type"), "'llama'")
+    if config.get("num_hidden_layers") != 1 or not is_int(config["num_hidden_layers"]):
+        wrong("num_hidden_layers", config.get("num_hidden_layers"), "1")
+    if config.get("tie_word_embeddings") is not False:
+        fix = "write false: true makes the server replace the draft's head by an embedding"
+        wrong("tie_word_embeddings", config.get("tie_word_embeddings"), "false", fix)
+    if not _is_positive(config.get("rms_norm_eps")):
+        wrong("rms_norm_eps", config.get("rms_norm_eps"), "a number above 0")
+    theta = config.get("rope_theta") or _mapping(config.get("rope_parameters")).get("rope_theta")
+    if not _is_positive(theta):
+        wrong("rope_theta", theta, "a number above 0 (the server would take its own default)")
+    for key, allowed in _WRONG_VALUES.items():
+        if key in config and config[key] not in allowed:
+            wrong(key, config[key], repr(allowed[0]), "this drafter has no such option; " + _EXPORT)
+    if "eagle_config" in config and not isinstance(config["eagle_config"], dict):
+        wrong("eagle_config", config["eagle_config"], "an object", "without it SGLang captures default layers silently")
+    if _mapping(config.get("eagle_config")).get("use_aux_hidden_state", True) is not True:
+        wrong("use_aux_hidden_state", config["eagle_config"]["use_aux_hidden_state"], "true")
+    if not _is_own_key(config.get(OWN_KEY, {})):
+        wrong(OWN_KEY, config[OWN_KEY], "an object as `eagle3 export` writes it")
+    return problems
+
+
+def _shape_problems(config: Mapping[str, Any], where: str) -> list[Problem]:
+    problems = [
+        Problem(where, "config.size", f"{key} is {config.get(key)!r}, expected a whole number above 0", _EXPORT)
+        for key in SIZE_KEYS
+        if not is_int(config.get(key)) or config[key] < 1
+    ]
+    for key in ("head_dim", "target_hidden_size", "num_aux_hidden_states"):
+        if config.get(key) is not None and (not is_int(config[key]) or config[key] < 1):
+            message = f"{key} is {config[key]!r}, expected a whole number above 0"
+            problems.append(Problem(where, "config.size", message, _EXPORT))
+    if not problems and config["draft_vocab_size"] > config["vocab_size"]:
+        message = f"draft_vocab_size is {config['draft_vocab_size']}, more than vocab_size {config['vocab_size']}"
+        problems.append(Problem(where, "config.size", message, _EXPORT))
+    return problems
+
+
+def check_options(config: Mapping[str, Any], num_aux: int, sglang_version: str, where: str) -> list[Problem]:
+    """Drafter options that this SGLang version would skip without a word; kind `config.option_unknown`."""
+    needs = {option: since for option, since in _OPTION_SINCE.items() if _option(config, option)}
+    if num_aux != 3:
+        needs[f"{num_aux} aux layers instead of 3"] = GENERAL_SINCE
+    return [
+        Problem(
+            where,
+            "config.option_unknown",
+            f"SGLang {sglang_version} does not know {option} and would compute something else",
+            f"serve with SGLang {since} or newer, or train without it",
+        )
+        for option, since in needs.items()
+        if Version(sglang_version) < Version(since)
+    ]
+
+
+def draft_shape(config: Mapping[str, Any], default_num_aux: int) -> DraftShape | None:
+    """The shape that config.json means; None where a size is wrong. `default_num_aux` is taken where it has no ids."""
+    if _shape_problems(config, ""):
+        return None
+    ids, _ = layer_ids(config, NESTED_KEY, "")
+    num_aux = len(ids) if ids is not None else default_num_aux
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return DraftShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        query_size=head_dim * config["num_attention_heads"],
+        key_value_size=head_dim * config["num_key_value_heads"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+        num_aux=config.get("num_aux_hidden_states") or num_aux,
+        fc_norm=_option(config, "fc_norm"),
+        norm_before_fc=_option(config, "norm_before_fc"),
+    )
+
+
+def layer_ids(config: Mapping[str, Any], key: str, where: str) -> tuple[tuple[int, ...] | None, list[Problem]]:
+    """The ids under a key (`NESTED_KEY` or `LAYER_IDS`), and what is wrong with the list itself.
+
+    Kinds: `layer_ids.missing`, `layer_ids.type`, `layer_ids.duplicate`.
+    """
+    holder = _mapping(config.get("eagle_config")) if key == NESTED_KEY else config
+    if LAYER_IDS not in holder:
+        fix = f"write {key}; " + _EXPORT
+        message = f"{key} is missing: the server would silently capture boundaries 2, N // 2, N - 3 (N layers)"
+        return None, [Problem(where, "layer_ids.missing", message, fix)]
+    values = holder[LAYER_IDS]
+    if not isinstance(values, list) or not values or not all(is_int(value) for value in values):
+        message = f"{key} is {values!r}, expected a list of whole numbers"
+        return None, [Problem(where, "layer_ids.type", message, _EXPORT)]
+    if len(set(values)) != len(values):
+        message = f"{key} is {values}: a repeated layer is captured once, so slots would be missing"
+        return None, [Problem(where, "layer_ids.duplicate", message, _EXPORT)]
+    return tuple(values), []
+
+
+def exported_for(config: Mapping[str, Any], engine: str) -> str | None:
+    """The version of this engine that config.json says it was exported for, if it says so."""
+    recorded = _mapping(_mapping(config.get(OWN_KEY)).get("exported_for"))
+    version = recorded.get("engine_version")
+    return version if recorded.get("engine") == engine and isinstance(version, str) else None
+
+
+def _is_own_key(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    recorded = value.get("exported_for", {"engine": "", "engine_version": ""})
+    texts = isinstance(recorded, dict) and all(
+        isinstance(recorded.get(key), str) for key in ("engine", "engine_version")
+    )
+    length = value.get("context_length", 1)
+    return texts and is_int(length) and length > 0
+
+
+def _option(config: Mapping[str, Any], name: str) -> bool:
+    """`norm_before_fc` may be nested in eagle_config, which then decides."""
+    nested = _mapping(config.get("eagle_config")) if name == "norm_before_fc" else {}
+    return bool(nested.get(name, config.get(name)))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf

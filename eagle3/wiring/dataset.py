@@ -1,0 +1,81 @@
+"""What a hidden-state store's manifest says was captured, and whether its shards have those widths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import Problem, ProblemsError, problem_error
+from eagle3.files import read_json_object
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.safetensors_header import read_header
+
+MANIFEST_FILE = "manifest.json"
+_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_EXTRACT = "extract again with `eagle3 extract`"
+
+
+def dataset_contract(folder: Path) -> WiringContract:
+    """The contract in a hidden-state store's manifest.
+
+    Raises:
+        ProblemsError: kinds `file.*`, `dataset.manifest`, `contract.*`, `layers.*`.
+    """
+    path = folder / MANIFEST_FILE
+    manifest = read_json_object(path, "the manifest of a hidden-state store")
+    if "contract" not in manifest:
+        message = "has no contract: it is not the manifest of a hidden-state store"
+        raise problem_error(str(path), "dataset.manifest", message, "give the folder that `eagle3 extract` wrote")
+    return WiringContract.from_dict(manifest["contract"], f"{path}: contract")
+
+
+def dataset_target_config(folder: Path) -> dict[str, Any] | None:
+    """The target's text config that the store recorded, if it did."""
+    recorded = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store").get("target_config")
+    return recorded if isinstance(recorded, dict) else None
+
+
+def check_dataset(path: str | Path, expected: WiringContract | None = None) -> list[Problem]:
+    """Whether a hidden-state store's contract is sound, and its shards have the widths and types that it says.
+
+    It reads headers only: sizes, checksums and samples are checked by `eagle3.data`, and that the states are what
+    the contract says by extraction, against the model itself.
+
+    Args:
+        path: folder with manifest.json.
+        expected: a contract that the store's must equal.
+
+    Returns:
+        All problems; kinds `file.*`, `contract.*`, `layers.*`, `dataset.*`, `safetensors.*`.
+    """
+    folder = Path(path)
+    try:
+        contract = dataset_contract(folder)
+    except ProblemsError as error:
+        return list(error.problems)
+    problems = contract.compare(expected, "dataset", "expected contract") if expected is not None else []
+    shards = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store").get("shards")
+    for shard in shards if isinstance(shards, list) else [None]:
+        problems += _shard_problems(folder, shard, contract)
+    return problems
+
+
+def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> list[Problem]:
+    name = shard.get("file") if isinstance(shard, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        message = f"shards is not a list of shards with plain file names: {name!r}"
+        return [Problem(str(folder / MANIFEST_FILE), "dataset.manifest", message, _EXTRACT)]
+    try:
+        tensors = read_header(folder / name).tensors
+    except ProblemsError as error:
+        return list(error.problems)
+    dtype, hidden = _DTYPE_CODES[contract.dtype], contract.hidden_size
+    widths = {"aux_hidden_states": len(contract.output_indices) * hidden, "last_hidden_states": hidden}
+    problems = []
+    for tensor, width in widths.items():
+        info = tensors.get(tensor)
+        if info is None or info.dtype != dtype or len(info.shape) != 2 or info.shape[1] != width:
+            found = "absent" if info is None else f"{info.dtype} {list(info.shape)}"
+            message = f"{tensor} is {found}, the contract means {dtype} [tokens, {width}]"
+            problems.append(Problem(str(folder / name), "dataset.width", message, _EXTRACT))
+    return problems
