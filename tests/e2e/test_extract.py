@@ -1,0 +1,113 @@
+"""`extract_hidden_states.py` and `eagle3 regenerate` as a user runs them: real processes, killed with SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3.config import ExtractConfig, RegenerateConfig, Section, dump_config
+from eagle3.data.store import StoreReader, verify
+from eagle3.data.store_format import MANIFEST_FILE
+from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
+from tests.unit.target.cases import extract_config, regenerate_config, write_conversations
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+EXTRACT = [str(ROOT / "extract_hidden_states.py")]
+REGENERATE = ["-m", "eagle3.cli", "regenerate"]
+
+
+def start(command: list[str], cfg: Section, folder: Path) -> subprocess.Popen[str]:
+    config = folder / f"{type(cfg).__name__}.yaml"
+    config.write_text(dump_config(cfg))
+    return subprocess.Popen(
+        [sys.executable, *command, "--config", str(config)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(command: list[str], cfg: Section, folder: Path) -> str:
+    process = start(command, cfg, folder)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return output
+
+
+def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """SIGKILL as soon as there is something on disk."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def listed_shards(folder: str) -> int:
+    manifest = Path(folder) / MANIFEST_FILE
+    return len(json.loads(manifest.read_text())["shards"]) if manifest.exists() else 0
+
+
+@pytest.fixture
+def extraction(tmp_path: Path) -> ExtractConfig:
+    data = write_conversations(tmp_path / "data.jsonl", 40)
+    target = make_tiny_kimi(tmp_path / "tiny-kimi")
+    return extract_config(target, data, tmp_path / "store", output_indices=[2, 30, 58], shard_max_samples=2)
+
+
+def test_killed_extraction_resumes_to_an_equal_store(extraction: ExtractConfig, tmp_path: Path) -> None:
+    whole = extraction.model_copy(update={"output": str(tmp_path / "whole")})
+    assert "40 samples extracted by this run" in run(EXTRACT, whole, tmp_path)
+    kill_when(start(EXTRACT, extraction, tmp_path), lambda: listed_shards(extraction.output) >= 3)
+    done = 2 * listed_shards(extraction.output)
+    assert 6 <= done < 40, "the kill came too late to show anything"
+    assert f"{40 - done} samples extracted by this run" in run(EXTRACT, extraction, tmp_path)
+    assert verify(Path(extraction.output), deep=True) == []
+    first, second = StoreReader(whole.output), StoreReader(extraction.output)
+    assert first.samples == second.samples
+    for index in range(40):
+        one, other = first.read(index), second.read(index)
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.loss_mask, other.loss_mask)
+        assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
+        assert torch.equal(one.last_hidden_states, other.last_hidden_states)
+
+
+def test_resume_under_other_settings_exits_2_and_lists_each(extraction: ExtractConfig, tmp_path: Path) -> None:
+    small = extraction.model_copy(update={"data": extraction.data.model_copy(update={"limit": 4})})
+    run(EXTRACT, small, tmp_path)
+    other = small.model_copy(update={"output_indices": [3, 31, 59], "last_hidden_states": "pre_norm"})
+    process = start(EXTRACT, other, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "contract.output_indices" in errors and "contract.last_hidden_states" in errors
+    assert "Traceback" not in errors
+
+
+def test_killed_regeneration_resumes_to_an_equal_file(tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "data.jsonl", 40)
+    target = make_tiny_llama(tmp_path / "tiny-llama")
+    cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", batch_size=2, max_new_tokens=64)
+    whole = cfg.model_copy(update={"output": str(tmp_path / "whole.jsonl")})
+    assert "40 made by this run" in run(REGENERATE, whole, tmp_path)
+    partial = Path(f"{cfg.output}.partial")
+    kill_when(start(REGENERATE, cfg, tmp_path), lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 4)
+    assert not Path(cfg.output).exists()
+    done = partial.read_bytes().count(b"\n")
+    assert 4 <= done < 40, "the kill came too late to show anything"
+    assert f"{40 - done} made by this run" in run(REGENERATE, cfg, tmp_path)
+    assert Path(cfg.output).read_bytes() == Path(whole.output).read_bytes()
