@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,7 +27,6 @@ from eagle3.train.checkpoint import (
     Best,
     TrainState,
     checkpoint_name,
-    checkpoints_folder,
     load_checkpoint,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -37,35 +36,11 @@ from eagle3.train.checkpoint import (
 from eagle3.train.engine import describe, make_accelerator
 from eagle3.train.evaluation import evaluate
 from eagle3.train.optim import learning_rate, make_optimizer, set_learning_rate
+from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import BEST_FILE, PROVENANCE_FILE, find_resume_point, write_run_files
 from eagle3.train.setup import Setup, make_setup
-from eagle3.train.tracking import LOG_FILE, Tracker, check_tracking, read_log
+from eagle3.train.tracking import Tracker, check_tracking
 from eagle3.train.window import Totals, accumulate_window
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        run: the run folder.
-        steps: steps of the schedule done, `skipped` ones included.
-        skipped: steps without a loss term, which changed nothing.
-        first_loss, last_loss: training loss of the first and last step that were logged.
-        step_accuracy: at each TTT step, on the held-out samples (on the last training step where there are none).
-        acceptance_length_before, acceptance_length: on the held-out samples, before and after training.
-        best_checkpoint: the best one's folder; the last one where nothing is held out.
-    """
-
-    run: Path
-    steps: int
-    skipped: int
-    first_loss: float | None
-    last_loss: float | None
-    step_accuracy: list[float | None]
-    acceptance_length_before: float | None
-    acceptance_length: float | None
-    best_checkpoint: Path
 
 
 def run_training(config: TrainConfig) -> TrainResult:
@@ -85,7 +60,9 @@ def run_training(config: TrainConfig) -> TrainResult:
         lines = [*describe(accelerator), *setup.notes]
         lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
         print("\n".join(lines), file=sys.stderr)
-    return Trainer(config, setup, accelerator, checkpoint).train()
+    result = Trainer(config, setup, accelerator, checkpoint).train()
+    accelerator.end_training()
+    return result
 
 
 class Trainer:
@@ -132,7 +109,8 @@ class Trainer:
                     self.since_line.begin()
         if self.tracker is not None:
             self.tracker.close()
-        return self._result()
+        self.accelerator.wait_for_everyone()
+        return read_result(self.run, self.state, self.accelerator.is_main_process)
 
     def _epochs_left(self) -> Iterator[list[Window]]:
         step = self.state.step
@@ -245,24 +223,6 @@ class Trainer:
 
     def _tokens(self, window: Window) -> int:
         return sum(self.plan.lengths[place] for place in _places(window))
-
-    def _result(self) -> TrainResult:
-        self.accelerator.wait_for_everyone()
-        records = read_log(self.run / LOG_FILE)
-        losses = [record["loss"] for record in records if record["kind"] == "train"]
-        evaluations = [record for record in records if record["kind"] == "eval"]
-        assert self.state.best is not None
-        return TrainResult(
-            run=self.run,
-            steps=self.state.step,
-            skipped=self.state.skipped,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            step_accuracy=next((r["step_accuracy"] for r in reversed(records) if "step_accuracy" in r), []),
-            acceptance_length_before=evaluations[0]["acceptance_length"] if evaluations else None,
-            acceptance_length=evaluations[-1]["acceptance_length"] if evaluations else None,
-            best_checkpoint=checkpoints_folder(self.run) / self.state.best.checkpoint,
-        )
 
 
 class Interval:

@@ -1,0 +1,121 @@
+"""Two gloo ranks take the steps of one process on the same global batches; one launch runs every case."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3.config import TrainConfig, dump_config
+from eagle3.data.store import StoredSample
+from eagle3.files import read_json
+from eagle3.train.checkpoint import list_checkpoints
+from eagle3.train.tracking import Record, read_log
+from eagle3.train.trainer import run_training
+from tests.stores import Span, train_config, write_random_store
+
+ROOT = Path(__file__).parents[3]
+MIXED: list[tuple[int, Span]] = [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (2, 5)), (9, (2, 9))]
+NO_TERM = (8, (7, 8))
+CONSTANT = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0}
+CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, object]]] = {
+    # samples; settings of both runs; settings of the single process besides
+    "plain": (MIXED * 2, {"max_steps": 20}, {"batch_size": 2}),
+    "accumulated": (MIXED * 2, {"max_steps": 20, "accumulate": 2}, {"batch_size": 2}),
+    "large_batch": (MIXED * 2, {"max_steps": 20, "batch_size": 2, "accumulate": 2}, {"batch_size": 8, "accumulate": 1}),
+    "packed": (MIXED * 2, {"max_steps": 20, "accumulate": 2, "pack": True, "max_length": 20}, {"batch_size": 2}),
+    "fault_16": ([(4, (1, 3)), (6, (1, 6))], {"max_steps": 1}, {"batch_size": 2}),
+    "fault_17_masked": ([(8, (2, 8))] * 7 + [NO_TERM], {"epochs": 2}, {"batch_size": 2}),
+    "fault_17_seven": ([(8, (2, 8))] * 7, {"epochs": 2}, {"batch_size": 2}),
+    "nothing": ([(8, (2, 8)), NO_TERM, NO_TERM, NO_TERM], {"epochs": 2}, {"batch_size": 2}),
+    "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
+}
+
+
+def config_for(folder: Path, case: str, run: str, values: dict[str, object]) -> TrainConfig:
+    defaults = {"epochs": 20, "optim": CONSTANT, "keep_checkpoints": 1}
+    return train_config(folder / "stores" / case, folder / run / case, **{**defaults, **values})
+
+
+def overflowing(sample: StoredSample) -> StoredSample:
+    states = torch.full_like(sample.last_hidden_states, 3e38)
+    return replace(sample, last_hidden_states=states) if sample.id == "s02" else sample
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds every case's run by two ranks under `two`, and how each case ended on each rank."""
+    folder = tmp_path_factory.mktemp("ddp")
+    for case, (answers, values, _) in CASES.items():
+        write_random_store(folder / "stores" / case, answers)
+        (folder / f"{case}.yaml").write_text(dump_config(config_for(folder, case, "two", values)))
+    write_random_store(folder / "stores" / "not_finite", [(8, (2, 8))] * 4, change=overflowing)
+    (folder / "not_finite.yaml").write_text(dump_config(config_for(folder, "not_finite", "two", {})))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    worker = str(Path(__file__).with_name("ddp_worker.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, worker, str(folder)], check=True, cwd=ROOT, env=environment, timeout=200)
+    return folder
+
+
+def both(folder: Path, case: str) -> tuple[list[Record], list[Record]]:
+    """(two ranks', one process's) log of a case; the weights are compared on the way."""
+    _, values, single = CASES[case]
+    run_training(config_for(folder, case, "one", {**values, **single}))
+    two, one = folder / "two" / case, folder / "one" / case
+    mine, theirs = (load_file(list_checkpoints(run)[-1] / "draft.safetensors") for run in (two, one))
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
+    return read_log(two / "log.jsonl"), read_log(one / "log.jsonl")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_take_the_steps_of_one_process(folder: Path, case: str) -> None:
+    two, one = both(folder, case)
+    assert len(two) == len(one)
+    for mine, theirs in zip(two, one, strict=True):
+        assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
+        if mine["kind"] != "skip":
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert mine["step_accuracy"] == theirs["step_accuracy"]
+        for name in ("acceptance_length", "acceptance_rate", "lr"):
+            assert mine.get(name) == theirs.get(name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fault_17_ranks_end_with_bit_equal_finite_weights(folder: Path, case: str) -> None:
+    digests = read_json(folder / "outcomes.json", "outcomes")[case]
+    assert len(digests) == 2
+    assert len(digests[0]) == 64
+    assert digests[0] == digests[1]
+    weights = load_file(list_checkpoints(folder / "two" / case)[-1] / "draft.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_fault_16_loss_is_normalised_by_global_tokens(folder: Path) -> None:
+    """Rank 0 has 1 term at step 0, rank 1 has 4: the first gradient is that of one process on both samples."""
+    two, one = both(folder, "fault_16")
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], abs=1e-6)
+
+
+def test_fault_17_every_sample_counts_though_ranks_are_uneven(folder: Path) -> None:
+    records = read_log(folder / "two" / "fault_17_seven" / "log.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert all(record["kind"] == "train" for record in records)
+
+
+def test_a_window_without_a_term_on_any_rank_is_skipped_by_all(folder: Path) -> None:
+    kinds = [record["kind"] for record in read_log(folder / "two" / "nothing" / "log.jsonl")]
+    assert sorted(kinds) == ["skip", "skip", "train", "train"]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_with_all_samples_of_the_step(folder: Path) -> None:
+    messages = read_json(folder / "outcomes.json", "outcomes")["not_finite"]
+    assert messages[0] == messages[1]
+    assert "train.not_finite" in messages[0]
+    assert "s02" in messages[0]
+    assert sum(f"s0{number}" in messages[0] for number in range(4)) == 2

@@ -1,0 +1,244 @@
+"""A run that is stopped anywhere and started again equals one that was never stopped, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eagle3.data.loader as loader
+from eagle3.config import TrainConfig, dump_config
+from eagle3.errors import ProblemsError
+from eagle3.files import read_json
+from eagle3.train.checkpoint import list_checkpoints
+from eagle3.train.tracking import read_log
+from eagle3.train.trainer import Trainer, run_training
+from tests.stores import train_config, write_random_store
+
+ROOT = Path(__file__).parents[3]
+TIMES = {"tokens_per_second", "seconds"}
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Weights, moments, state and log but for times."""
+    for name in ("draft.safetensors", "optimizer.safetensors"):
+        mine, theirs = (load_file(list_checkpoints(path)[-1] / name) for path in (run, whole))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    states = [read_json(list_checkpoints(path)[-1] / "state.json", "state") for path in (run, whole)]
+    assert states[0] == states[1]
+    mine, theirs = (
+        [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(path / "log.jsonl")]
+        for path in (run, whole)
+    )
+    assert mine == theirs
+    assert [path.name for path in list_checkpoints(run)] == [path.name for path in list_checkpoints(whole)]
+
+
+def start_child(config: TrainConfig, folder: Path, before: str = "") -> subprocess.Popen[bytes]:
+    (folder / "config.yaml").write_text(dump_config(config))
+    code = (
+        "import os, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        "from eagle3.config import TrainConfig, load_config\n"
+        "from eagle3.train.trainer import run_training\n"
+        f"torch.set_num_threads(1)\n{before}\n"
+        "run_training(load_config(TrainConfig, Path(sys.argv[1])))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(folder / "config.yaml")]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the trainer stop like a crash once step `steps` is logged, before anything is saved."""
+    original = Trainer._evaluate_and_save
+
+    def stopping(self: Trainer) -> None:
+        if self.state.step == steps:
+            raise Stopped
+        original(self)
+
+    monkeypatch.setattr(Trainer, "_evaluate_and_save", stopping)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return write_random_store(tmp_path / "store", [(8, (2, 8)), (9, (8, 9)), (12, (3, 12)), (7, (1, 7))] * 3)
+
+
+def config_for(store: Path, output: Path, **values: object) -> TrainConfig:
+    settings: dict[str, object] = {"batch_size": 2, "epochs": 3, "save_every": 2, "eval_every": 3, "eval_fraction": 0.2}
+    return train_config(store, output, **{**settings, **values})
+
+
+def test_killed_anywhere_it_goes_on_as_if_nothing_had_happened(store: Path, tmp_path: Path) -> None:
+    lines = random.randint(2, 30)
+    print(f"killing after {lines} log lines")
+    config = config_for(store, tmp_path / "run", epochs=6)
+    child = start_child(config, tmp_path)
+    log = tmp_path / "run" / "log.jsonl"
+    while child.poll() is None and (not log.exists() or len(read_log(log)) < lines):
+        time.sleep(0.002)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    run_training(config)
+    run_training(config_for(store, tmp_path / "whole", epochs=6))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_killed_in_the_middle_of_a_checkpoint_it_goes_on_from_the_one_before(store: Path, tmp_path: Path) -> None:
+    kill_in_third_checkpoint = (
+        "import eagle3.train.checkpoint as checkpoint\n"
+        "original, calls = checkpoint.save_file, []\n"
+        "def save_file(tensors, path):\n"
+        "    original(tensors, path)\n"
+        "    calls.append(path)\n"
+        "    if len(calls) == 6:\n"
+        "        os.truncate(path, path.stat().st_size // 2)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.save_file = save_file\n"
+    )
+    config = config_for(store, tmp_path / "run")
+    child = start_child(config, tmp_path, kill_in_third_checkpoint)
+    assert child.wait(120) == -signal.SIGKILL
+    leftovers = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.suffix == ".tmp"]
+    assert len(leftovers) == 1
+    assert len(list_checkpoints(tmp_path / "run")) == 2
+    run_training(config)
+    run_training(config_for(store, tmp_path / "whole"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+def test_fault_14_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    original = Trainer._step
+
+    def step(self: Trainer, window: loader.Window, batches: list[loader.DraftBatch]) -> str:
+        trained.extend(name for batch in batches for name in batch.sample_ids)
+        return original(self, window, batches)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    settings = {"eval_fraction": 0.0, "save_every": 1, "eval_every": None}
+    run_training(config_for(store, tmp_path / "whole", **settings))
+    whole, trained[:] = list(trained), []
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(10, patch)  # six batches in an epoch: the fourth of epoch 1 is trained, its checkpoint missing
+        run_training(config_for(store, tmp_path / "run", **settings))
+    before = trained[: 9 * 2]
+    trained.clear()
+    run_training(config_for(store, tmp_path / "run", **settings))
+    assert before + trained == whole
+    epochs = [whole[begin : begin + 12] for begin in (0, 12, 24)]
+    assert all(len(set(epoch)) == 12 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_without_a_checkpoint_yet_it_starts_again(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(1, patch)
+        run_training(config_for(store, tmp_path / "run"))
+    run_training(config_for(store, tmp_path / "run"))
+    run_training(config_for(store, tmp_path / "whole"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_finished_run_is_only_reported_again(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_training(config_for(store, tmp_path / "run"))
+    monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("trained again"))
+    assert run_training(config_for(store, tmp_path / "run")) == first
+    starts = read_json(tmp_path / "run" / "provenance.json", "provenance")["starts"]
+    assert [start["step"] for start in starts] == [0, first.steps]
+
+
+def test_every_other_setting_is_listed_and_nothing_is_touched(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    changed = config_for(
+        store, tmp_path / "run", epochs=4, max_steps=5, ttt={"steps": 2}, draft={"rope": {"rope_theta": 5.0}}
+    )
+    with pytest.raises(ProblemsError) as caught:
+        run_training(changed)
+    messages = [problem.message for problem in caught.value.problems]
+    for key in ("epochs is 3 there, 4 now", "max_steps is None there, 5 now", "ttt.steps is 3 there, 2 now"):
+        assert key in messages
+    assert any(message.startswith("draft.rope") for message in messages)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_output_indices_are_not_mistaken_for_output(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run"))
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace("output_indices:\n- 0\n", "output_indices:\n- 1\n"))
+    with pytest.raises(ProblemsError, match="output_indices is"):
+        run_training(config_for(store, tmp_path / "run"))
+
+
+def test_where_things_lie_may_change(store: Path, tmp_path: Path) -> None:
+    first = run_training(config_for(store, tmp_path / "run"))
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    config = config_for(
+        store.rename(tmp_path / "elsewhere"), moved, keep_checkpoints=2, tracking={"log_every": 5, "project": "x"}
+    )
+    assert run_training(config).steps == first.steps
+
+
+def test_other_data_is_refused(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run"))
+    other = write_random_store(tmp_path / "other", seed=1)
+    with pytest.raises(ProblemsError, match=r"run\.other_data"):
+        run_training(config_for(other, tmp_path / "run"))
+
+
+def test_another_number_of_processes_is_refused(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run"))
+    state = list_checkpoints(tmp_path / "run")[-1] / "state.json"
+    state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
+    with pytest.raises(ProblemsError, match="was trained by 2 processes, this start has 1"):
+        run_training(config_for(store, tmp_path / "run"))
+
+
+def test_a_damaged_newest_checkpoint_is_refused_by_name_and_deleting_it_helps(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run"))
+    run_training(config_for(store, tmp_path / "whole"))
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    file = newest / "draft.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ProblemsError, match=f"delete {newest}"):
+        run_training(config_for(store, tmp_path / "run"))
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    run_training(config_for(store, tmp_path / "run"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_folder_that_is_no_run_is_refused(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(ProblemsError, match=r"run\.not_a_run"):
+        run_training(config_for(store, tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_bf16_resumes_exactly_too(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(5, patch)
+        run_training(config_for(store, tmp_path / "run", mixed_precision="bf16"))
+    run_training(config_for(store, tmp_path / "run", mixed_precision="bf16"))
+    run_training(config_for(store, tmp_path / "whole", mixed_precision="bf16"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")

@@ -1,0 +1,156 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from eagle3.data.store import StoredSample
+from eagle3.errors import ProblemsError
+from eagle3.files import read_json
+from eagle3.train.tracking import Record, read_log
+from eagle3.train.trainer import run_training
+from tests.stores import random_sample, train_config, write_random_store
+
+
+def log(run: Path, kind: str = "train") -> list[Record]:
+    return [record for record in read_log(run / "log.jsonl") if record["kind"] == kind]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir())
+
+
+def test_the_drafter_learns_and_the_run_says_so(tmp_path: Path) -> None:
+    store = write_random_store(tmp_path / "store", count=6)
+    draft = {"init": "random"}
+    result = run_training(train_config(store, tmp_path / "run", batch_size=3, epochs=40, draft=draft))
+    records = log(tmp_path / "run")
+    assert result.steps == len(records) == 80
+    assert records[0]["step_accuracy"][0] < 0.3
+    assert records[-1]["step_accuracy"][0] > 0.8
+    assert (result.first_loss, result.last_loss) == (records[0]["loss"], records[-1]["loss"])
+    assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "step-00000080"
+    assert all(record["tokens_per_second"] > 0 and record["seconds"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_accumulation_takes_the_same_steps_as_a_larger_batch(tmp_path: Path, pack: bool) -> None:
+    store = write_random_store(tmp_path / "store", [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (2, 5))] * 3)
+    shapes = {"large": (4, 1), "half": (2, 2), "single": (1, 4)}
+    for name, (batch_size, accumulate) in shapes.items():
+        run_training(
+            train_config(
+                store, tmp_path / name, batch_size=batch_size, accumulate=accumulate, pack=pack, epochs=5, max_length=20
+            )
+        )
+    large = log(tmp_path / "large")
+    assert len(large) == (10 if pack else 15)
+    for name in ("half", "single"):
+        for mine, theirs in zip(log(tmp_path / name), large, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert mine["step_accuracy"] == theirs["step_accuracy"]
+
+
+def test_fault_13_short_last_window_is_stepped_with_its_full_gradient_and_counted(tmp_path: Path) -> None:
+    first = random_sample("s00", 8, (2, 8), seed=0)
+    store = write_random_store(
+        tmp_path / "store", [(8, (2, 8))] * 5, change=lambda sample: replace(first, id=sample.id)
+    )
+    optim = {"learning_rate": 1e-12, "schedule": "linear", "warmup_fraction": 0.0, "final_fraction": 0.25}
+    result = run_training(train_config(store, tmp_path / "run", accumulate=2, epochs=4, optim=optim))
+    records = log(tmp_path / "run")
+    assert result.steps == 12
+    assert [record["epoch"] for record in records] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert [record["grad_norm"] for record in records] == pytest.approx([records[0]["grad_norm"]] * 12, rel=1e-5)
+    rates = [record["lr"] / 1e-12 for record in records]
+    assert rates[-1] == pytest.approx(0.25)
+    assert min(rates[:-1]) > 0.25 + 1e-3
+
+
+def test_max_steps_ends_the_run_and_the_schedule(tmp_path: Path) -> None:
+    store = write_random_store(tmp_path / "store", count=6)
+    result = run_training(train_config(store, tmp_path / "run", epochs=4, max_steps=8))
+    rates = [record["lr"] for record in log(tmp_path / "run")]
+    assert result.steps == len(rates) == 8
+    assert rates[-1] == 0.0 < rates[-2]
+
+
+def test_fault_03_a_window_without_terms_takes_no_step_and_is_counted(tmp_path: Path) -> None:
+    store = write_random_store(tmp_path / "store", [(8, (7, 8)), (8, (2, 8)), (8, (2, 8))])
+    optim = {"schedule": "constant", "warmup_fraction": 0.0}
+    config = train_config(store, tmp_path / "run", save_every=1, epochs=2, keep_checkpoints=9, optim=optim)
+    result = run_training(config)
+    skipped = log(tmp_path / "run", "skip")
+    assert (result.steps, result.skipped) == (6, 2)
+    assert [(record["epoch"], record["samples"]) for record in skipped] == [(0, ["s00"]), (1, ["s00"])]
+    weights = {
+        step: load_file(path / "draft.safetensors") for step, path in enumerate(checkpoints(tmp_path / "run"), 1)
+    }
+    for step in range(2, 7):
+        changed = not torch.equal(weights[step]["fc.weight"], weights[step - 1]["fc.weight"])
+        assert changed == (step not in [record["step"] for record in skipped])
+        assert all(torch.isfinite(value).all() for value in weights[step].values())
+
+
+@pytest.mark.parametrize(("field", "what"), [("last_hidden_states", "loss"), ("aux_hidden_states", "gradient norm")])
+def test_a_value_that_is_not_finite_stops_with_its_samples_before_weights_change(
+    tmp_path: Path, field: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflowing(sample: StoredSample) -> StoredSample:
+        states = getattr(sample, field)
+        return replace(sample, **{field: torch.full_like(states, 3e38)}) if sample.id == "s02" else sample
+
+    def step(*_: object) -> None:
+        raise AssertionError("the weights were touched")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    store = write_random_store(tmp_path / "store", [(8, (2, 8))] * 4, change=overflowing)
+    with pytest.raises(ProblemsError, match=rf"train\.not_finite.*the {what} of step 1 is nan.*s02") as caught:
+        run_training(train_config(store, tmp_path / "run", batch_size=4))
+    assert all(name in str(caught.value) for name in ("s00", "s01", "s03"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_held_out_samples_are_evaluated_before_every_epoch_end_and_the_best_is_kept(tmp_path: Path) -> None:
+    store = write_random_store(tmp_path / "store", count=10)
+    config = train_config(store, tmp_path / "run", epochs=4, eval_fraction=0.2, keep_checkpoints=1)
+    result = run_training(config)
+    evaluations = log(tmp_path / "run", "eval")
+    assert [record["step"] for record in evaluations] == [0, 8, 16, 24, 32]
+    best = max(evaluations[1:], key=lambda record: (record["acceptance_length"], -record["loss"]))
+    pointer = read_json(tmp_path / "run" / "best.json", "best")
+    assert pointer == {
+        "checkpoint": f"step-{best['step']:08}",
+        "acceptance_length": best["acceptance_length"],
+        "loss": best["loss"],
+    }
+    kept = [path.name for path in checkpoints(tmp_path / "run")]
+    assert kept == sorted({pointer["checkpoint"], "step-00000032"})
+    assert result.best_checkpoint.name == pointer["checkpoint"]
+    assert result.acceptance_length_before == evaluations[0]["acceptance_length"]
+
+
+def test_evaluation_equals_the_training_loss_on_the_same_samples(tmp_path: Path) -> None:
+    store = write_random_store(tmp_path / "store", count=6)
+    config = train_config(store, tmp_path / "run", eval_dataset=str(store), batch_size=6, max_steps=1)
+    run_training(config)
+    training, evaluation = log(tmp_path / "run")[0], log(tmp_path / "run", "eval")[0]
+    assert evaluation["step"] == 0
+    assert evaluation["loss"] == pytest.approx(training["loss"], abs=1e-5)
+    assert evaluation["step_accuracy"] == pytest.approx(training["step_accuracy"])
+
+
+def test_bf16_on_a_cpu_is_honoured_with_float32_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = write_random_store(tmp_path / "store", count=4)
+    run_training(train_config(store, tmp_path / "exact", max_steps=2))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_training(train_config(store, tmp_path / "bf16", max_steps=2, mixed_precision="bf16"))
+    assert all(
+        value.dtype == torch.float32
+        for value in load_file(checkpoints(tmp_path / "bf16")[-1] / "draft.safetensors").values()
+    )
+    losses = [log(tmp_path / name)[0]["loss"] for name in ("exact", "bf16")]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert "mixed_precision=no is usually faster" in capsys.readouterr().err
