@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,11 +16,12 @@ import torch
 from eagle3.config import ExtractConfig, RegenerateConfig, Section, dump_config
 from eagle3.data.store import StoreReader, verify
 from eagle3.data.store_format import MANIFEST_FILE
+from eagle3.target.extract import run_extract
+from eagle3.target.regenerate import run_regenerate
 from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
 from tests.unit.target.cases import extract_config, regenerate_config, write_conversations
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 EXTRACT = [str(ROOT / "extract_hidden_states.py")]
 REGENERATE = ["-m", "eagle3.cli", "regenerate"]
 
@@ -32,18 +32,10 @@ def start(command: list[str], cfg: Section, folder: Path) -> subprocess.Popen[st
     return subprocess.Popen(
         [sys.executable, *command, "--config", str(config)],
         cwd=ROOT,
-        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def run(command: list[str], cfg: Section, folder: Path) -> str:
-    process = start(command, cfg, folder)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return output
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
@@ -72,11 +64,11 @@ def extraction(tmp_path: Path) -> ExtractConfig:
 
 def test_killed_extraction_resumes_to_an_equal_store(extraction: ExtractConfig, tmp_path: Path) -> None:
     whole = extraction.model_copy(update={"output": str(tmp_path / "whole")})
-    assert "40 samples extracted by this run" in run(EXTRACT, whole, tmp_path)
+    assert run_extract(whole).extracted == 40
     kill_when(start(EXTRACT, extraction, tmp_path), lambda: listed_shards(extraction.output) >= 3)
     done = 2 * listed_shards(extraction.output)
     assert 6 <= done < 40, "the kill came too late to show anything"
-    assert f"{40 - done} samples extracted by this run" in run(EXTRACT, extraction, tmp_path)
+    assert run_extract(extraction).extracted == 40 - done
     assert verify(Path(extraction.output), deep=True) == []
     first, second = StoreReader(whole.output), StoreReader(extraction.output)
     assert first.samples == second.samples
@@ -89,7 +81,7 @@ def test_killed_extraction_resumes_to_an_equal_store(extraction: ExtractConfig, 
 
 def test_resume_under_other_settings_exits_2_and_lists_each(extraction: ExtractConfig, tmp_path: Path) -> None:
     small = extraction.model_copy(update={"data": extraction.data.model_copy(update={"limit": 4})})
-    run(EXTRACT, small, tmp_path)
+    run_extract(small)
     other = small.model_copy(update={"output_indices": [3, 31, 59], "last_hidden_states": "pre_norm"})
     process = start(EXTRACT, other, tmp_path)
     _, errors = process.communicate(timeout=120)
@@ -103,11 +95,11 @@ def test_killed_regeneration_resumes_to_an_equal_file(tmp_path: Path) -> None:
     target = make_tiny_llama(tmp_path / "tiny-llama")
     cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", batch_size=2, max_new_tokens=64)
     whole = cfg.model_copy(update={"output": str(tmp_path / "whole.jsonl")})
-    assert "40 made by this run" in run(REGENERATE, whole, tmp_path)
+    assert run_regenerate(whole).generated == 40
     partial = Path(f"{cfg.output}.partial")
     kill_when(start(REGENERATE, cfg, tmp_path), lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 4)
     assert not Path(cfg.output).exists()
     done = partial.read_bytes().count(b"\n")
     assert 4 <= done < 40, "the kill came too late to show anything"
-    assert f"{40 - done} made by this run" in run(REGENERATE, cfg, tmp_path)
+    assert run_regenerate(cfg).generated == 40 - done
     assert Path(cfg.output).read_bytes() == Path(whole.output).read_bytes()
