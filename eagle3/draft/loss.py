@@ -72,20 +72,19 @@ def active_terms(loss_mask: torch.Tensor, document_ids: torch.Tensor, steps: int
     """
     runs = document_runs(document_ids)
     supervised = loss_mask & (document_ids >= 0)
-    goes_on = shifted(supervised, -1, False) & (runs == shifted(runs, -1, -1))
-    answers = (supervised & ~goes_on).cumsum(1) * supervised
+    answers = (supervised & ~shifted(supervised, -1, False)).cumsum(1) * supervised
     terms = []
     for k in range(steps):
         first = shifted(answers, 1 if rule == "served" else 1 + k, 0)
         last = shifted(answers, 2 + k, 0)
-        terms.append((last > 0) & (first == last) & (runs == shifted(runs, 2 + k, -1)))
+        one_document = runs == shifted(runs, 2 + k, -1)  # which also ends answers at their document's end
+        terms.append((last > 0) & (first == last) & one_document)
     return torch.stack(terms)
 
 
 def document_runs(document_ids: torch.Tensor) -> torch.Tensor:
     """int64 [B, T], from 0 up over the whole batch: a number for each run of equal document ids [B, T] in a row."""
-    starts = document_ids != shifted(document_ids, -1, -1)
-    starts[:, 0] = True
+    starts = document_ids != shifted(document_ids, -1, -2)
     return (starts.flatten().cumsum(0) - 1).view_as(document_ids)
 
 

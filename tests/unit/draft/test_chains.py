@@ -44,6 +44,13 @@ def test_plan_holds_exactly_the_rows_that_reach_the_loss(seed: int, rule: str) -
         assert all(rows.active.all() for rows in plan.steps)
 
 
+def test_rows_of_padding_alone_change_nothing() -> None:
+    batch = make_batch([[], [make_document([0, 1, 1, 1])], []])
+    plan = plan_chains(batch.loss_mask, batch.document_ids, 2, "served")
+    assert plan.sources.tolist() == [4, 5] and plan.document_sources == [2]
+    assert [rows.document_chains for rows in plan.steps] == [[2], [1]]
+
+
 def test_plan_of_a_batch_without_chains_is_empty() -> None:
     batch = make_batch([[make_document([0, 1, 0])]], padding=1)
     plan = plan_chains(batch.loss_mask, batch.document_ids, 2, "served")

@@ -128,15 +128,18 @@ def test_fault_03_terms_that_are_all_outside_the_draft_vocab_give_zero_loss_and_
     assert not any(value.any() for value in gradients(model, output.loss).values())
 
 
-@pytest.mark.parametrize(("draft_id", "target_id", "correct"), [(3, 5, [3, 2, 1]), (3, 3, [0, 0, 0])])
-def test_fault_19_step_accuracy_compares_target_ids_not_draft_ids(
-    draft_id: int, target_id: int, correct: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rule", "target_id", "correct"),
+    [("served", 5, [3, 2, 1]), ("served", 3, [0, 0, 0]), ("shifted", 5, [3, 3, 3])],
+)
+def test_fault_19_step_accuracy_compares_target_ids_of_active_terms(
+    rule: str, target_id: int, correct: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = make_model(), make_batch([[make_document(ONE_ANSWER)]])
-    winner = torch.nn.functional.one_hot(torch.tensor(draft_id), 10).double()
+    winner = torch.nn.functional.one_hot(torch.tensor(3), 10).double()  # draft id 3 is target id 5
     monkeypatch.setattr(model, "logits", lambda output: winner.expand(len(output), 10))
-    assert make_vocab().ids[draft_id] == 5
-    assert run_with_argmax(model, batch, SETTINGS, target_id).correct.tolist() == correct
+    output = run_with_argmax(model, batch, TTTSettings(3, 0.8, rule), target_id)
+    assert make_vocab().ids[3] == 5 and output.correct.tolist() == correct
 
 
 def test_denominators_weigh_steps_and_decay() -> None:
