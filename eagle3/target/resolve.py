@@ -17,7 +17,8 @@ from eagle3.target.families import find_spec
 from eagle3.target.spec import TargetSpec
 from eagle3.wiring.targets import TargetFacts, facts_from_config, read_target_config, text_config
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_WEIGHT_FILES = ("*.safetensors",)
 _CODE_FILES = ("*.py",)
 _PROBE_BYTES = 1 << 16
 
@@ -43,13 +44,17 @@ class TargetFiles:
         return text_config(self.config)
 
 
-def find_target(target: TargetConfig) -> TargetFiles:
+def find_target(target: TargetConfig, weights: bool = True) -> TargetFiles:
     """Finds the checkpoint, downloading it from the hub if `path` is no folder here. Loads no weights.
+
+    Args:
+        target: which.
+        weights: download them too; without, config and tokenizer only.
 
     Raises:
         ProblemsError: it is nowhere, has no (good) config.json, or its model type is not supported.
     """
-    folder = _folder(target)
+    folder = _folder(target, weights)
     config = read_target_config(folder)
     spec = find_spec(config.get("model_type"), str(folder))
     return TargetFiles(folder, config, facts_from_config(config, target.contract_name, str(folder)), spec)
@@ -90,7 +95,7 @@ def weights_digest(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _folder(target: TargetConfig) -> Path:
+def _folder(target: TargetConfig, weights: bool) -> Path:
     local = Path(target.path).expanduser()
     if local.is_dir():
         return local
@@ -98,7 +103,7 @@ def _folder(target: TargetConfig) -> Path:
         raise _not_found(target.path, "is a file, expected a checkpoint folder or a hub id")
     if local.is_absolute() or target.path.startswith(".") or target.path.count("/") > 1:
         raise _not_found(target.path, "no such folder")
-    patterns = [*_FILES, *(_CODE_FILES if target.trust_remote_code else ())]
+    patterns = [*_FILES, *(_WEIGHT_FILES if weights else ()), *(_CODE_FILES if target.trust_remote_code else ())]
     try:
         return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:

@@ -102,10 +102,8 @@ def _split(indices: list[int], fraction: float, seed: int) -> tuple[list[int], l
 def _open_eval_dataset(config: TrainConfig, reader: StoreReader) -> StoreReader:
     assert config.eval_dataset is not None
     other = StoreReader(Path(config.eval_dataset))
-    problems = reader.contract.compare(
-        other.contract, f"dataset {config.dataset}", f"eval_dataset {config.eval_dataset}"
-    )
-    raise_problems(problems)
+    mine, theirs = f"eval_dataset {config.eval_dataset}", f"dataset {config.dataset}"
+    raise_problems(other.contract.compare(reader.contract, mine, theirs))
     return other
 
 

@@ -79,7 +79,7 @@ def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> lis
     problems = check_output_indices(config.output_indices, contract.num_hidden_layers)
     wanted = contract if problems else replace(contract, output_indices=tuple(config.output_indices))
     if config.target is not None:
-        files = find_target(config.target)
+        files = find_target(config.target, weights=False)
         tokenizer = load_tokenizer(str(files.folder), trust_remote_code=config.target.trust_remote_code)
         wanted = replace(
             wanted,
@@ -91,7 +91,7 @@ def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> lis
             tokenizer_digest=tokenizer_digest(tokenizer),
             chat_template_digest=template_digest(tokenizer),
         )
-    return problems + wanted.compare(contract, "training config", f"dataset {config.dataset}")
+    return problems + contract.compare(wanted, f"dataset {config.dataset}", "training config")
 
 
 def choose_vocab(draft: DraftSection, samples: Samples, reader: StoreReader) -> tuple[DraftVocab, float]:
