@@ -8,13 +8,13 @@ Shapes: D draft vocab, V target vocab.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from eagle3.errors import Problem, raise_problems
+from eagle3.wiring.draft_vocab import check_draft_vocab, draft_vocab_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +80,7 @@ class DraftVocab:
     @property
     def digest(self) -> str:
         """`sha256:<hex>` of V and the chosen ids."""
-        ids = self.ids.to(device="cpu", dtype=torch.int64).numpy().astype("<i8")
-        return f"sha256:{hashlib.sha256(f'{self.vocab_size}:'.encode() + ids.tobytes()).hexdigest()}"
+        return draft_vocab_digest(self.ids.tolist(), self.vocab_size)
 
     def to(self, device: torch.device | str) -> DraftVocab:
         return DraftVocab(self.ids.to(device), self.vocab_size)
@@ -102,30 +101,7 @@ def check_tables(d2t: torch.Tensor, t2d: torch.Tensor, vocab_size: int, where: s
     It does not prove that these are the tables the head was trained with: compare digests for that.
     """
     problems = _table_form_problems(d2t, t2d, vocab_size, where)
-    if problems:
-        return problems
-    marked = t2d.nonzero().flatten()
-    if torch.equal(marked, d2t) and d2t.any():
-        message = "d2t holds absolute target ids, expected offsets (target id - draft id)"
-        return [Problem(where, "draft_vocab.absolute_ids", message, "write d2t - arange(len(d2t))")]
-    ids = d2t + torch.arange(d2t.numel(), device=d2t.device)
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        message = f"d2t leads to target ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {vocab_size - 1}"
-        fix = "write offsets (target id - draft id), not absolute ids"
-        problems.append(Problem(where, "draft_vocab.out_of_range", message, fix))
-    if (ids.diff() <= 0).any():
-        first = int((ids.diff() <= 0).nonzero()[0])
-        message = f"draft ids {first} and {first + 1} mean target ids {ids[first]} and {ids[first + 1]}"
-        problems.append(
-            Problem(where, "draft_vocab.not_ascending", message, "draft ids must ascend in target-id order")
-        )
-    if marked.numel() != d2t.numel():
-        message = f"t2d marks {marked.numel()} tokens, d2t has {d2t.numel()}"
-        problems.append(Problem(where, "draft_vocab.count", message, "write both tables from one draft vocab"))
-    elif not problems and not torch.equal(marked, ids):
-        message = f"t2d and d2t disagree on {(marked != ids).sum()} tokens"
-        problems.append(Problem(where, "draft_vocab.disagree", message, "write both tables from one draft vocab"))
-    return problems
+    return problems or check_draft_vocab(d2t.tolist(), t2d.tolist(), vocab_size, where)
 
 
 def _table_form_problems(d2t: torch.Tensor, t2d: torch.Tensor, vocab_size: int, where: str) -> list[Problem]:

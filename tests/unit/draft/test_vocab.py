@@ -37,7 +37,7 @@ def test_fault_09_full_vocab_is_the_zero_offset() -> None:
     [
         (torch.tensor([2, 5, 7, 9]), mask_of([2, 5, 7, 9], 20), "draft_vocab.absolute_ids"),
         (torch.arange(20), mask_of(list(range(20)), 20), "draft_vocab.absolute_ids"),
-        (torch.tensor([2, 4, 3, 6]), mask_of([2, 5, 9], 20), "draft_vocab.not_ascending"),  # 5 twice
+        (torch.tensor([2, 4, 3, 6]), mask_of([2, 5, 9], 20), "draft_vocab.duplicate"),  # 5 twice
         (torch.tensor([5, 1, 5, 6]), mask_of([2, 5, 7, 9], 20), "draft_vocab.not_ascending"),
         (torch.tensor([2, 4, 5, 17]), mask_of([2, 5, 7, 9], 20), "draft_vocab.out_of_range"),
         (torch.tensor([-1, 4, 5, 6]), mask_of([2, 5, 7, 9], 20), "draft_vocab.out_of_range"),
