@@ -18,12 +18,11 @@ from torch import Tensor
 from eagle3.config import ServeConfig
 from eagle3.data.store import StoreReader
 from eagle3.data.tensor_file import write_tensor_file
-from eagle3.errors import ProblemsError, problem_error, raise_problems
+from eagle3.errors import ProblemsError, problem_error
 from eagle3.files import atomic_folder, read_json, read_json_object, write_json_atomic
 from eagle3.serve.adapter import EMBEDDING, to_exported
 from eagle3.serve.draft_config import exported_config, is_exported_config
 from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
-from eagle3.wiring.checkpoint_config import check_options
 from eagle3.wiring.checkpoint_tensors import WEIGHTS_FILE
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
@@ -98,7 +97,6 @@ def export_run(cfg: ServeConfig) -> ExportReport:
     target = text_config(read_json_object(run / "target_config.json", "the target's config of a run"))
     context = cfg.context_length or served_context(target)
     config = exported_config(draft.config, ids, contract.wiring, context, cfg.dtype)
-    raise_problems(check_options(config, draft.config.num_aux, ids.version, str(run)))
     embedding = _target_embedding(Path(trained.dataset), contract) if cfg.include_embedding else None
     dtype = getattr(torch, cfg.dtype)
     tensors = to_exported(draft.state, draft.config, draft.vocab, dtype, embedding, str(checkpoint))
