@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from eagle3.errors import Problem, ProblemsError
+from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.wiring.checkpoint_config import exported_for, layer_ids
 from eagle3.wiring.conventions import ENGINE_NAMES, LAYER_IDS, Convention
 from eagle3.wiring.engines import Version, find_convention, ids_to_write, newest_known, requested_boundaries
-from eagle3.wiring.layers import LayerWiring, compare_layers, describe_layers
+from eagle3.wiring.layers import EMBEDDING, LayerWiring, compare_layers, describe_layers
+
+SERVING_ENGINES = ("sglang", "vllm")
 
 
 def version_to_check(config: Mapping[str, Any], engine: str, engine_version: str | None) -> tuple[str, str]:
@@ -19,6 +21,9 @@ def version_to_check(config: Mapping[str, Any], engine: str, engine_version: str
     Raises:
         ProblemsError: kinds `engine.unknown`, `engine.version_malformed`.
     """
+    if engine not in SERVING_ENGINES:
+        message = f"{engine!r} does not serve draft checkpoints, only {', '.join(SERVING_ENGINES)}"
+        raise problem_error("engine", "engine.unknown", message, "use one of these")
     recorded = exported_for(config, engine)
     if engine_version is not None:
         version, reason = engine_version, "as asked"
@@ -46,7 +51,11 @@ def check_layers(
         return problems
     server, fix = f"{ENGINE_NAMES[engine]} {version}", _what_to_write(wiring, engine, version, family)
     requested = requested_boundaries(ids, convention, wiring.num_hidden_layers)
-    problems = _unreachable(ids, requested, convention, wiring.num_hidden_layers, server, where, fix)
+    problems = [
+        Problem(where, "wiring.never_captured", f"id {value} of {convention.key} {list(ids)} {reason} in {server}", fix)
+        for value, boundary in zip(ids, requested, strict=True)
+        if (reason := _why_never_captured(value, boundary, convention, wiring.num_hidden_layers))
+    ]
     if list(requested) != sorted(requested):
         message = f"{convention.key} {list(ids)} is not ascending: {server} captures in ascending order, so the slots "
         problems.append(Problem(where, "wiring.permuted", message + "would not be in the order listed", fix))
@@ -81,29 +90,14 @@ def check_vllm_key(config: Mapping[str, Any], wiring: LayerWiring, where: str) -
     return [Problem(where, "wiring.vllm_key", message, f"write {list(wiring.boundaries)} there, or remove the key")]
 
 
-def _unreachable(
-    ids: Sequence[int],
-    requested: Sequence[int],
-    convention: Convention,
-    num_hidden_layers: int,
-    server: str,
-    where: str,
-    fix: str,
-) -> list[Problem]:
-    problems = []
-    for value, boundary in zip(ids, requested, strict=True):
-        if boundary == 0 and not convention.embedding:
-            reason = "is the embedding, which it cannot capture for this target"
-        elif boundary == num_hidden_layers and not convention.last_layer:
-            reason = "is the last layer's output, which it never visits for this target"
-        elif not 0 <= boundary <= num_hidden_layers:
-            reason = f"is none of the target's {num_hidden_layers} layers"
-            reason += " (the embedding is id 0 here)" if value == -1 else ""
-        else:
-            continue
-        message = f"id {value} of {convention.key} {list(ids)} {reason}: {server} would fail or miss a slot"
-        problems.append(Problem(where, "wiring.never_captured", message, fix))
-    return problems
+def _why_never_captured(value: int, boundary: int, convention: Convention, num_hidden_layers: int) -> str:
+    if boundary == 0 and not convention.embedding:
+        return "is the embedding, which cannot be captured for this target"
+    if boundary == num_hidden_layers and not convention.last_layer:
+        return "is the last layer's output, which is never visited for this target"
+    if not 0 <= boundary <= num_hidden_layers:
+        return "is no layer of the target" + (" (the embedding is id 0)" if value == EMBEDDING else "")
+    return ""
 
 
 def _what_to_write(wiring: LayerWiring, engine: str, version: str, family: str) -> str:

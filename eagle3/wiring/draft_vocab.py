@@ -39,7 +39,9 @@ def check_draft_vocab(d2t: Sequence[int], t2d: Sequence[int], vocab_size: int, w
     """
     ids = target_ids_of(d2t)
     marked = [token for token, chosen in enumerate(t2d) if chosen]
-    if marked == ids and ids and ids[-1] < vocab_size:
+    if not ids:
+        return [Problem(where, "draft_vocab.count", "d2t is empty", _ONE_SOURCE)]
+    if marked == ids and ids[-1] < vocab_size:
         return []
     if marked == list(d2t):
         message = "d2t holds absolute target ids, the server adds the draft id to them once more"

@@ -131,6 +131,19 @@ def default_output_indices(num_hidden_layers: int) -> tuple[int, ...]:
     return LayerWiring.from_boundaries(boundaries, num_hidden_layers).output_indices
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Output indices written as `2,30,58`.
+
+    Raises:
+        ProblemsError: kind `layers.type`.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"{text!r} is not a list of whole numbers"
+        raise problem_error("layers", "layers.type", message, "write e.g. 2,30,58") from None
+
+
 def describe_layers(output_indices: Sequence[int]) -> str:
     """In words, e.g. `the embedding and the outputs of layers 2, 30, 58`."""
     layers = [index for index in output_indices if index != EMBEDDING]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, Problem, ProblemsError
 from eagle3.wiring.conventions import ENGINE_NAMES
 from eagle3.wiring.engines import ids_to_write, known_conventions, version_range
-from eagle3.wiring.layers import LayerWiring, describe_layers
+from eagle3.wiring.layers import LayerWiring, parse_layers
 from eagle3.wiring.targets import target_facts
 
 
@@ -55,15 +55,20 @@ class ExplainRow:
     source: str
 
 
-def explain(target: str | Path, output_indices: Sequence[int]) -> list[ExplainRow]:
-    """What every engine and version calls the outputs of these layers of a target; neighbouring version ranges that
-    say the same are joined, and engines that do not know the target's family are left out.
+def explain(target: str | Path, layers: str | Sequence[int]) -> list[ExplainRow]:
+    """What every engine and version calls the outputs of these layers of a target.
+
+    Neighbouring version ranges that say the same are joined; engines that do not know the family are left out.
+
+    Args:
+        target: known target name, or a folder with the target's config.json.
+        layers: output indices, e.g. `(2, 30, 58)` or `"2,30,58"`.
 
     Raises:
         ProblemsError: the target or the layers are not known or not possible.
     """
     facts = target_facts(target)
-    wiring = LayerWiring(tuple(output_indices), facts.num_hidden_layers)
+    wiring = LayerWiring(parse_layers(layers) if isinstance(layers, str) else tuple(layers), facts.num_hidden_layers)
     rows: list[ExplainRow] = []
     for engine in ENGINE_NAMES:
         for convention in known_conventions(engine, facts.family):
@@ -79,19 +84,17 @@ def explain(target: str | Path, output_indices: Sequence[int]) -> list[ExplainRo
     return rows
 
 
-def render_explain(target: str | Path, output_indices: Sequence[int]) -> str:
-    """`explain` as a text table."""
-    facts = target_facts(target)
-    wiring = LayerWiring(tuple(output_indices), facts.num_hidden_layers)
-    head = f"{describe_layers(wiring.output_indices)} of {facts.name} ({facts.num_hidden_layers} layers)"
-    rows = [("engine", "versions", "key", "ids")]
-    for row in explain(target, output_indices):
+def render_explain(rows: Sequence[ExplainRow], as_json: bool = False) -> str:
+    """The rows as a text table, or as a JSON list."""
+    if as_json:
+        return json.dumps([asdict(row) for row in rows], indent=2)
+    table = [("engine", "versions", "key", "ids")]
+    for row in rows:
         ids = row.note if row.ids is None else str(list(row.ids))
-        rows.append((ENGINE_NAMES[row.engine], version_range(row.first, row.last), row.key, ids))
-    return "\n".join([head, f"boundaries: {list(wiring.boundaries)}", "", *_aligned(rows)])
+        table.append((ENGINE_NAMES[row.engine], version_range(row.first, row.last), row.key, ids))
+    return "\n".join(_aligned(table))
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    table = list(rows)
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

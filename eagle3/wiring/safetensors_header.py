@@ -117,7 +117,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 
     try:
         entries = json.loads(raw, object_pairs_hook=unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"its header is not valid JSON: {error}"
         raise problem_error(str(path), "safetensors.format", message, _RESTORE) from None
     if not isinstance(entries, dict):

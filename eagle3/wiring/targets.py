@@ -152,7 +152,8 @@ def target_facts(name_or_path: str | Path) -> TargetFacts:
     if not path.exists():
         message = f"{name!r} is neither a known target ({', '.join(KNOWN_TARGETS)}) nor a folder"
         raise problem_error("target", "target.unknown", message, "give the folder that holds its config.json")
-    return facts_from_config(read_target_config(path), path.name, str(path))
+    folder = path if path.is_dir() else path.parent
+    return facts_from_config(read_target_config(path), folder.resolve().name, str(path))
 
 
 def facts_from_config(config: Mapping[str, Any], name: str, where: str) -> TargetFacts:
