@@ -1,6 +1,6 @@
 """The `eagle3` command. Thin: each command reads its config, calls one function and prints what came back.
 
-Exit codes: 0 done, 2 the input has problems (all of them are printed), 130 interrupted.
+Exit codes: 0 done, 2 the input has problems (all of them are printed).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import click
 import typer
 
 from eagle3 import __version__
@@ -24,7 +23,7 @@ from eagle3.config import (
     field_help,
     load_config,
 )
-from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, Eagle3Error
+from eagle3.errors import EXIT_PROBLEMS, Eagle3Error
 
 app = typer.Typer(
     help="Train EAGLE-3 drafters whose layer wiring is checked from capture to server.",
@@ -48,17 +47,10 @@ EngineVersion = Annotated[str | None, typer.Option(help="Version of the engine; 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process."""
     try:
-        code = app(args=None if args is None else list(args), prog_name="eagle3", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = EXIT_PROBLEMS
+        app(args=None if args is None else list(args), prog_name="eagle3")
     except Eagle3Error as error:
         print(f"eagle3: {error}", file=sys.stderr)
-        code = EXIT_PROBLEMS
-    except (KeyboardInterrupt, click.Abort):
-        print("eagle3: interrupted; the same command goes on where it stopped", file=sys.stderr)
-        code = 130
-    sys.exit(code if isinstance(code, int) else EXIT_OK)
+        sys.exit(EXIT_PROBLEMS)
 
 
 def _epilog(model: type[Section]) -> str:
@@ -149,6 +141,16 @@ def demo(
     run_demo(output, target)
 
 
+@app.command("tiny-kimi")
+def tiny_kimi(
+    output: Annotated[Path, typer.Option(help="Folder for target/ and prompts.jsonl.")] = Path("datasets/tiny-kimi"),
+) -> None:
+    """A random Kimi-K2.5 of the real depth in 20 MB, to try configs/tiny-kimi with."""
+    from eagle3.demo.tiny import make_tiny_kimi_folder
+
+    print(make_tiny_kimi_folder(output))
+
+
 @wiring_app.command("explain")
 def wiring_explain(
     target: Annotated[str, typer.Option(help="Known target's name, checkpoint folder or config.json.")],
@@ -171,13 +173,15 @@ def wiring_check(
     as_json: AsJson = False,
 ) -> None:
     """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
-    from eagle3.wiring.checks import check_checkpoint
+    from eagle3.wiring.checks import check_checkpoint, describe_checkpoint
     from eagle3.wiring.report import exit_code, render_json, render_text
 
     problems = check_checkpoint(
         checkpoint, dataset=dataset, target=target, engine=engine, engine_version=engine_version
     )
     print((render_json if as_json else render_text)(problems))
+    if not problems and not as_json:
+        print(describe_checkpoint(checkpoint, engine, engine_version))
     raise typer.Exit(exit_code(problems))
 
 

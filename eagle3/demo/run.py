@@ -18,10 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.config import ExtractConfig, RegenerateConfig, Section, ServeConfig, TargetConfig, TrainConfig, load_config
+from eagle3.config import ExtractConfig, RegenerateConfig, ServeConfig, TargetConfig, TrainConfig, load_config
 from eagle3.data.store import StoreReader
 from eagle3.draft.model import DraftModel
-from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import problem_error
 from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
 from eagle3.evaluate.checkpoint import EvaluationReport, evaluate_checkpoint
@@ -97,7 +96,7 @@ def run_demo(output: Path, target: str | None = None) -> DemoReport:
         raise AssertionError(f"a fresh export does not pass its own check: {problems}")
     report = DemoReport(extracted, trained, untrained, evaluated, exported, indices, time.monotonic() - start)
     Console(highlight=False).print(render(report))
-    length = evaluated.acceptance.length
+    length = evaluated.result.length
     if length < LEARNED:
         message = f"acceptance length is {length:.2f} at {STEPS} steps, expected at least {LEARNED}"
         raise problem_error(str(output / "run"), "demo.did_not_learn", message, "see log.jsonl there")
@@ -106,7 +105,7 @@ def run_demo(output: Path, target: str | None = None) -> DemoReport:
 
 def render(report: DemoReport) -> Table:
     """The closing table."""
-    length, low_high = report.evaluated.acceptance.length, report.evaluated.acceptance.interval
+    length, low_high = report.evaluated.result.length, report.evaluated.result.interval
     ids = report.exported.ids
     layers = ", ".join(map(str, report.output_indices))
     rows = {
@@ -164,4 +163,4 @@ def _random_drafter(output: Path) -> AcceptanceResult:
     model = DraftModel(saved.config)
     model.init_weights(seed=0)
     model.init_from_target(reader.target_head()["embed_tokens.weight"], None, None, saved.vocab)
-    return acceptance(model, reader, saved.vocab, STEPS)
+    return acceptance(model.eval(), reader, saved.vocab, STEPS)

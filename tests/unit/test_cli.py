@@ -1,0 +1,66 @@
+"""The command line: exit codes, one clear message for bad input, help from the configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle3.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("frobnicate",),
+        ("train", "--nope"),
+        ("train", "dataset=d"),
+        ("train", "--config", "/nowhere.yaml"),
+        ("export", "--run", "/nowhere", "--output", "/tmp/never-written"),
+        ("evaluate", "--checkpoint", "/nowhere", "--dataset", "/nowhere"),
+        ("wiring", "check", "/nowhere"),
+        ("wiring", "explain", "--target", "nobody", "--layers", "1"),
+        ("wiring", "explain", "--target", "kimi-k2.5", "--layers", "2,x"),
+        ("wiring", "explain", "--target", "kimi-k2.5", "--layers", "58,30,2"),
+        ("data", "verify", "/nowhere"),
+    ],
+)
+def test_bad_input_is_exit_code_2_with_a_message_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...]
+) -> None:
+    code, out, err = run(capsys, *args)
+
+    assert code == 2
+    assert out + err
+    assert "Traceback" not in out + err
+
+
+def test_explain_names_the_ids_of_both_sides_of_the_kimi_change(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "wiring", "explain", "--target", "kimi-k2.5", "--layers", "2,30,58")
+
+    assert code == 0
+    assert "0.5.10 to 0.5.12.post1" in out and "0.5.13" in out
+    assert "[2, 30, 58]" in out and "[3, 31, 59]" in out
+
+
+def test_check_as_json_is_one_json_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "wiring", "check", str(tmp_path), "--json")
+
+    assert code == 2
+    assert json.loads(out)["problems"][0]["kind"] == "checkpoint.not_a_checkpoint"
+
+
+@pytest.mark.parametrize(("command", "key"), [("train", "ttt.chain_rule"), ("extract", "output_indices")])
+def test_help_lists_the_config_keys(capsys: pytest.CaptureFixture[str], command: str, key: str) -> None:
+    code, out, _ = run(capsys, command, "--help")
+
+    assert code == 0
+    assert key in out
