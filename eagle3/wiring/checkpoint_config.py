@@ -4,9 +4,13 @@ Read in `sglang/srt/models/llama_eagle3.py` of the releases 0.5.8 to 0.5.23 and 
 `model_executor/models/llama_eagle3.py`. `eagle3 export` adds one top-level key of its own, which servers skip:
 
     "eagle3": {
-        "exported_for": {"engine": "sglang", "engine_version": "0.5.23"},   # what the nested layer ids are written for
-        "context_length": 8192                                             # optional: longest context it is served with
+        "exported_for": {"engine": "sglang", "engine_version": "0.5.23"},  # what the nested layer ids are written for
+        "output_indices": [2, 30, 58],                                    # the same layers in the stored form
+        "context_length": 8192                                            # longest context it is served with
     }
+
+All of it is optional: without `exported_for` a check takes the newest known version, without `context_length` the
+target's.
 """
 
 from __future__ import annotations

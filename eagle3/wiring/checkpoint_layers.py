@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3.errors import Problem, ProblemsError, problem_error
-from eagle3.wiring.checkpoint_config import exported_for, layer_ids
+from eagle3.wiring.checkpoint_config import OWN_KEY, exported_for, layer_ids
 from eagle3.wiring.conventions import ENGINE_NAMES, LAYER_IDS, Convention
 from eagle3.wiring.engines import Version, find_convention, ids_to_write, newest_known, requested_boundaries
 from eagle3.wiring.layers import EMBEDDING, LayerWiring, compare_layers, describe_layers
@@ -88,6 +88,16 @@ def check_vllm_key(config: Mapping[str, Any], wiring: LayerWiring, where: str) -
         f"{list(wiring.boundaries)}: {difference[1]}"
     )
     return [Problem(where, "wiring.vllm_key", message, f"write {list(wiring.boundaries)} there, or remove the key")]
+
+
+def check_recorded(config: Mapping[str, Any], wiring: LayerWiring, where: str) -> list[Problem]:
+    """Output indices in config.json's own key that are not the contract's; they may be absent. `wiring.recorded`."""
+    own = config.get(OWN_KEY)
+    recorded = own.get("output_indices") if isinstance(own, dict) else None
+    if recorded is None or recorded == list(wiring.output_indices):
+        return []
+    message = f"{OWN_KEY}.output_indices is {recorded!r}, the contract says {list(wiring.output_indices)}"
+    return [Problem(where, "wiring.recorded", message, "export it again from the run that the contract belongs to")]
 
 
 def _why_never_captured(value: int, boundary: int, convention: Convention, num_hidden_layers: int) -> str:

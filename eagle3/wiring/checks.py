@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import read_json_object
 from eagle3.wiring.checkpoint_config import check_config, check_options, draft_shape, layer_ids
-from eagle3.wiring.checkpoint_layers import check_layers, check_vllm_key, version_to_check
+from eagle3.wiring.checkpoint_layers import check_layers, check_recorded, check_vllm_key, version_to_check
 from eagle3.wiring.checkpoint_target import check_context, compare_shape, compare_target
 from eagle3.wiring.checkpoint_tensors import (
     WEIGHTS_FILE,
@@ -153,6 +153,7 @@ def _check_layers(
         lambda: check_layers(config, expected.wiring, expected.target_family, engine, version, where)
     )
     findings.add(problems or [])
+    findings.add(check_recorded(config, expected.wiring, where))
     if engine != "vllm":
         findings.add(check_vllm_key(config, expected.wiring, where))
 

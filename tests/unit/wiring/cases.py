@@ -67,7 +67,10 @@ def make_config(contract: WiringContract, version: str = "0.5.23", **changes: An
         "torch_dtype": "bfloat16",
         "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: list(ids)},
         LAYER_IDS: list(contract.wiring.boundaries),
-        "eagle3": {"exported_for": {"engine": "sglang", "engine_version": version}},
+        "eagle3": {
+            "exported_for": {"engine": "sglang", "engine_version": version},
+            "output_indices": list(contract.output_indices),
+        },
     }
     return {key: value for key, value in (config | changes).items() if key not in changes or value is not None}
 

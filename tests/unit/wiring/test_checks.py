@@ -161,6 +161,13 @@ def test_the_key_for_vllm_is_checked_too(tmp_path: Path, top_level: object, kind
     assert kinds(check_checkpoint(checkpoint)) == [kind]
 
 
+@pytest.mark.parametrize("recorded", [[1, 29, 57], [], "2,30,58"])
+def test_recorded_output_indices_that_are_not_the_contracts(tmp_path: Path, recorded: object) -> None:
+    checkpoint = write_checkpoint(tmp_path, config={"eagle3": {"output_indices": recorded}})
+
+    only(check_checkpoint(checkpoint), "wiring.recorded")
+
+
 def test_vllm_needs_its_own_key_and_ignores_sglangs(tmp_path: Path) -> None:
     nested_wrong = write_checkpoint(tmp_path / "a", config=change_ids([2, 30, 58]))
     absent = write_checkpoint(tmp_path / "b", config={LAYER_IDS: None})
