@@ -80,6 +80,11 @@ def first(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: first(m).update(samples=[]), "store.manifest_value", "shards[0].samples is empty"),
         (lambda m: first(m).update(tokens=8), "store.token_count", "shards[0] (shard-00000.safetensors) says 8"),
         (lambda m: first(m)["samples"][1].update(tokens=0), "store.token_count", "(s1) has 2 supervised of 0"),
+        (
+            lambda m: first(m)["samples"][1].update(tokens=0, supervised=0),
+            "store.token_count",
+            "(s1) has 0 supervised of 0",
+        ),
         (lambda m: first(m)["samples"][1].update(supervised=5), "store.token_count", "(s1) has 5 supervised of 4"),
         (lambda m: first(m)["samples"][1].update(supervised=-1), "store.token_count", "(s1) has -1"),
         (lambda m: first(m)["samples"][1].update(tokens=4.0), "store.manifest_type", "samples[1].tokens is a float"),
