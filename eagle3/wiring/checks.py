@@ -84,7 +84,7 @@ def check_checkpoint(
     stored = findings.get(lambda: dataset_contract(Path(dataset))) if dataset is not None else None
     facts = findings.get(lambda: target_facts(target)) if target is not None else None
     if contract is not None and stored is not None:
-        findings.add(contract.compare(stored, "checkpoint", "dataset"))
+        findings.add(stored.compare(contract, "dataset", "checkpoint"))
     if contract is not None and facts is not None:
         findings.add(compare_target(contract, facts))
     config = findings.get(lambda: read_json_object(folder / CONFIG_FILE, "a checkpoint's config.json"))

@@ -108,7 +108,7 @@ class WiringContract:
         A draft-vocab digest that one side does not have yet is no difference.
 
         Args:
-            mine: what this contract belongs to, in words.
+            mine: what this contract belongs to, in words; differing layers are described as its fault.
             theirs: what the other belongs to.
         """
         problems = []
@@ -129,8 +129,8 @@ def _layers_message(ours: tuple[int, ...], others: tuple[int, ...], mine: str, t
     difference = compare_layers(others, ours)
     assert difference is not None
     return (
-        f"{mine} has {describe_layers(ours)} {list(ours)}, {theirs} has {describe_layers(others)} {list(others)}: "
-        f"seen from the latter, {difference[1]}"
+        f"output_indices: {mine} has {describe_layers(ours)} {list(ours)}, {theirs} has {describe_layers(others)} "
+        f"{list(others)}; in the {mine}, {difference[1]}"
     )
 
 

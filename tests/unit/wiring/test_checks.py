@@ -203,9 +203,18 @@ def test_a_dataset_that_the_checkpoint_does_not_belong_to(tmp_path: Path, change
     checkpoint = write_checkpoint(tmp_path / "draft")
     dataset = write_store(tmp_path / "store", make_contract(**change))
 
-    assert kinds(check_checkpoint(checkpoint, dataset=dataset)) == [kind]
+    only(check_checkpoint(checkpoint, dataset=dataset), kind)
     with pytest.raises(ProblemsError, match=kind.replace(".", r"\.")):
         assert_wiring(checkpoint, dataset)
+
+
+def test_a_dataset_extracted_one_layer_early_is_put_in_words(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "draft")
+    dataset = write_store(tmp_path / "store", make_contract(output_indices=(1, 29, 57)))
+
+    (problem,) = check_checkpoint(checkpoint, dataset=dataset)
+
+    assert "in the dataset, every layer is one too early" in problem.message
 
 
 def test_a_contract_with_another_draft_vocab_than_the_tables(tmp_path: Path) -> None:

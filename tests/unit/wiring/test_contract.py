@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3.errors import ProblemsError
 from eagle3.wiring import WiringContract
-from eagle3.wiring.layers import LayerWiring
+from eagle3.wiring.layers import LayerWiring, describe_layers
 from tests.unit.wiring.cases import digest, kinds, make_contract
 from tests.unit.wiring.test_layers import wirings
 
@@ -93,9 +93,9 @@ def test_a_draft_vocab_that_one_side_has_not_chosen_yet_is_no_difference() -> No
 def test_differing_layers_are_put_in_words(indices: tuple[int, ...], words: str) -> None:
     (problem,) = make_contract(output_indices=indices).compare(make_contract(), "dataset", "run")
 
-    assert words in problem.message
-    assert "[2, 30, 58]" in problem.message
-    assert str(list(indices)) in problem.message
+    assert problem.message.endswith(f"in the dataset, {words}")
+    assert "run has the outputs of layers 2, 30, 58 [2, 30, 58]" in problem.message
+    assert f"dataset has {describe_layers(indices)} {list(indices)}" in problem.message
 
 
 @pytest.mark.parametrize(
