@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ class ShardInfo(FileInfo):
         return sum(sample.tokens for sample in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        samples = [asdict(sample) for sample in self.samples]
-        return {**asdict(self), "tokens": self.tokens, "samples": samples}
+        return {**vars(self), "tokens": self.tokens, "samples": [vars(sample) for sample in self.samples]}
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Manifest:
             "contract": self.contract.to_dict(),
             "settings": self.settings,
             "target_config": self.target_config,
-            "target_head": asdict(self.target_head),
+            "target_head": vars(self.target_head),
             "shards": [shard.to_dict() for shard in self.shards],
             "provenance": self.provenance,
         }
