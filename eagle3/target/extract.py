@@ -96,26 +96,21 @@ def _extract(plan: ExtractPlan) -> int:
 def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWriter) -> int:
     """Captures and writes, a shard at a time, the samples that the store lacks; returns how many.
 
-    Which samples share a shard and a forward pass depends on the whole set alone, so that a resumed store equals an
-    uninterrupted one bit for bit.
+    Which samples share a shard and a forward pass depends on the whole set and the limits alone: a killed run leaves
+    whole shards, and the resumed store equals an uninterrupted one bit for bit.
     """
     cfg = plan.cfg
-    before = len(writer.completed)
+    shards = shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples)
+    work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
     lengths = [len(sample.input_ids) for sample in plan.samples]
-    done = sum(length for sample, length in zip(plan.samples, lengths, strict=True) if sample.id in writer.completed)
-    with progress("extract", sum(lengths) - done, "tokens") as advance:
-        for shard in shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples):
+    with progress("extract", sum(lengths[index] for shard in work for index in shard), "tokens") as advance:
+        for missing in filter(None, work):
             stored: dict[int, StoredSample] = {}
-            for batch in batches_by_length([lengths[index] for index in shard], cfg.batch_tokens):
-                chosen = [shard[place] for place in batch]
-                wanted = [index for index in chosen if plan.samples[index].id not in writer.completed]
-                if wanted:
-                    captured = _capture(plan, engine, chosen)
-                    stored.update((index, captured[index]) for index in wanted)
-                    advance(sum(lengths[index] for index in wanted))
-            if stored:
-                writer.write_shard([stored[index] for index in sorted(stored)])
-    return len(writer.completed) - before
+            for batch in batches_by_length([lengths[index] for index in missing], cfg.batch_tokens):
+                stored.update(_capture(plan, engine, [missing[place] for place in batch]))
+                advance(sum(lengths[missing[place]] for place in batch))
+            writer.write_shard([stored[index] for index in missing])
+    return sum(map(len, work))
 
 
 def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> dict[int, StoredSample]:

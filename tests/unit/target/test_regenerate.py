@@ -206,3 +206,19 @@ def test_an_answer_ends_where_the_context_does(tiny_target: TinyTarget) -> None:
     (batch,) = iter_answers(model, [prompt], max_new_tokens=50, batch_size=1, context_length=room)
     ((_, answer),) = batch
     assert len(answer.ids) == 3 and answer.finish == "length"
+
+
+def test_answers_that_are_done_are_not_given_again(cfg: RegenerateConfig) -> None:
+    model = make_engine(Path(cfg.target.path), [0]).model
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path)
+    conversations, _ = load_conversations(cfg.data)
+    prompts, _ = make_prompts(tokenizer, conversations)
+
+    def answers(done: frozenset[str]) -> dict[str, list[int]]:
+        batches = iter_answers(model, prompts, max_new_tokens=4, batch_size=4, context_length=2048, done=done)
+        return {prompt.id: answer.ids for batch in batches for prompt, answer in batch}
+
+    whole = answers(frozenset())
+    assert whole.keys() == {prompt.id for prompt in prompts}
+    done = frozenset(["p2", "p4", "p9"])
+    assert answers(done) == {name: ids for name, ids in whole.items() if name not in done}
