@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
 
 from eagle3.errors import Problem, raise_problems
 
@@ -44,6 +44,7 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
         cpu=not torch.cuda.is_available(),
         mixed_precision=mixed_precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
     raise_problems(check_accelerator(accelerator, os.environ))
     return accelerator

@@ -32,6 +32,11 @@ def test_weights_and_state_come_back(tmp_path: Path) -> None:
     assert torch.equal(read.weights["fc.weight"], torch.full((2, 3), 7.0))
 
 
+def test_best_is_by_acceptance_length_and_then_by_loss() -> None:
+    ascending = [Best("a", None, None), Best("b", 1.1, 2.0), Best("c", 1.2, 9.0), Best("d", 1.2, 3.0)]
+    assert sorted(reversed(ascending), key=lambda best: best.rank) == ascending
+
+
 def test_resumed_moments_continue_bit_for_bit() -> None:
     def trained(steps: range, model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
         for step in steps:

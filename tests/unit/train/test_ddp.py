@@ -32,6 +32,11 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
     "fault_17_masked": ([(8, (2, 8))] * 7 + [NO_TERM], {"epochs": 2}, {"batch_size": 2}),
     "fault_17_seven": ([(8, (2, 8))] * 7, {"epochs": 2}, {"batch_size": 2}),
     "nothing": ([(8, (2, 8)), NO_TERM, NO_TERM, NO_TERM], {"epochs": 2}, {"batch_size": 2}),
+    "resumed": (
+        MIXED * 2,
+        {"max_steps": 8, "accumulate": 2, "save_every": 5, "keep_checkpoints": 9},
+        {"batch_size": 2},
+    ),
     "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
 }
 
@@ -119,3 +124,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_with_all_samples_of_th
     assert "train.not_finite" in messages[0]
     assert "s02" in messages[0]
     assert sum(f"s0{number}" in messages[0] for number in range(4)) == 2
+
+
+def test_two_ranks_resume_exactly(folder: Path) -> None:
+    outcomes = read_json(folder / "outcomes.json", "outcomes")
+    assert outcomes["resumed again"] == outcomes["resumed"]
+    assert [start["step"] for start in read_json(folder / "two/resumed/provenance.json", "")["starts"]] == [0, 5]

@@ -57,3 +57,10 @@ def test_other_parents_ask_for_nothing() -> None:
     for command in ([], ["bash"], ["python", "-m", "pytest", "tests"], ["torchrun", "--nproc_per_node", "2", "a.py"]):
         assert read_launcher(command) is None
     assert check_launcher(None, {}) == []
+
+
+@pytest.mark.parametrize(("name", "processes"), [("single", 1), ("ddp", 2)])
+def test_the_shipped_configs_are_run(name: str, processes: int) -> None:
+    command = [*LAUNCH, "--config_file", str(Path(__file__).parents[3] / f"configs/accelerate/{name}.yaml"), "train.py"]
+    assert check_launcher(read_launcher(command), {"WORLD_SIZE": str(processes)}) == []
+    assert check_launcher(read_launcher(command), {"WORLD_SIZE": "3"}) != []

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from eagle3.data.store import StoredSample
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json
+from eagle3.train.setup import make_setup
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
 from tests.stores import random_sample, train_config, write_random_store
@@ -67,6 +68,24 @@ def test_fault_13_short_last_window_is_stepped_with_its_full_gradient_and_counte
     rates = [record["lr"] / 1e-12 for record in records]
     assert rates[-1] == pytest.approx(0.25)
     assert min(rates[:-1]) > 0.25 + 1e-3
+
+
+def test_gradients_are_clipped_to_the_norm_of_the_config(tmp_path: Path) -> None:
+    """With a large epsilon AdamW's step is proportional to the gradient."""
+    store = write_random_store(tmp_path / "store", count=4)
+    shared = {"learning_rate": 1.0, "eps": 1e3, "schedule": "constant", "warmup_fraction": 0.0}
+    moved = {}
+    for norm in (1e-3, 1e-2):
+        config = train_config(
+            store, tmp_path / str(norm), batch_size=4, epochs=1, optim={**shared, "max_grad_norm": norm}
+        )
+        start = make_setup(config).module.model.trainable_state()
+        run_training(config)
+        end = load_file(checkpoints(tmp_path / str(norm))[-1] / "draft.safetensors")
+        moved[norm] = float(torch.cat([(end[name] - start[name]).flatten() for name in start]).double().norm())
+    assert log(tmp_path / "0.01")[0]["grad_norm"] > 0.1
+    assert moved[1e-2] == pytest.approx(1e-5, rel=0.05)
+    assert moved[1e-2] / moved[1e-3] == pytest.approx(10, rel=0.05)
 
 
 def test_max_steps_ends_the_run_and_the_schedule(tmp_path: Path) -> None:
