@@ -28,7 +28,7 @@ class KimiSpec(TargetSpec):
     def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         published = read_json(folder / "config.json", "the target's config")
         values = {k: v for k, v in published.get("text_config", published).items() if k not in _DROPPED_KEYS}
-        config = DeepseekV3Config(**{"tie_word_embeddings": False, **values})
+        config = DeepseekV3Config(**values)
         loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
             folder, config=config, key_mapping=_TEXT_PREFIX, dtype=dtype, **LOADING
         )

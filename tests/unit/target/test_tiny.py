@@ -37,8 +37,10 @@ def test_kimi_text_model_gives_the_whole_models_logits(tiny_target: TinyTarget) 
     tokens = SHARED_PREFIX_BATCH[1]
     with torch.inference_mode():
         expected = whole(input_ids=torch.tensor([tokens])).logits[0]
-    text = make_engine(folder, [2, 30, 58]).reference([tokens])
-    assert torch.equal(text.logits[0], expected)
+    engine = make_engine(folder, [2, 30, 58])
+    assert torch.equal(engine.reference([tokens]).logits[0], expected)
+    assert "lm_head.weight" in engine.spec.head_tensors(engine.model), "Kimi's head is its own, not its embedding"
+    assert not engine.model.config.tie_word_embeddings
     assert expected.std() > 1, "flat logits would hide a wrong head"
 
 
