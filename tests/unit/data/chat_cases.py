@@ -39,7 +39,7 @@ GENERATION_WITH_HEADER = _chatml(
 )
 GENERATION_LAST_ONLY = _chatml(
     "{{ '<|start|>assistant\\n' }}"
-    "{% if loop.last %}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% if loop.last %}{%- generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}"
 )
 # A hybrid thinking template: an empty thinking block before the last answer only, no reasoning in earlier ones.
