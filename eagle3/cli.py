@@ -41,7 +41,9 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-EngineVersion = Annotated[str | None, typer.Option(help="Version of the engine; default: as recorded, else the newest.")]
+EngineVersion = Annotated[
+    str | None, typer.Option(help="Version of the engine; default: as recorded, else the newest.")
+]
 
 
 def main(args: Sequence[str] | None = None) -> None:

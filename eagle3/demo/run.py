@@ -31,7 +31,8 @@ from eagle3.target.extract import ExtractReport, run_extract
 from eagle3.target.packaged import packaged_smollm2
 from eagle3.target.regenerate import run_regenerate
 from eagle3.target.resolve import find_target
-from eagle3.train.trainer import TrainResult, run_training
+from eagle3.train.result import TrainResult
+from eagle3.train.trainer import run_training
 from eagle3.wiring import check_checkpoint
 from eagle3.wiring.layers import default_output_indices
 
