@@ -42,7 +42,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML co
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 EngineVersion = Annotated[
-    str | None, typer.Option(help="Version of the engine; default: as recorded, else the newest.")
+    str | None, typer.Option(help="Its version; default: as recorded, else the newest.")
 ]
 
 
