@@ -157,6 +157,8 @@ def make_tiny_kimi(folder: Path | str, *, num_hidden_layers: int = 61, seed: int
     )
     model = Kimi_K25ForConditionalGeneration(config)
     _randomise(model, seed)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[media_pad] = 0  # never its greedy token: an answer is text
     _save(model, folder, tokenizer, end_of_turn, rename=_published_kimi_name)
     write_json_atomic(folder / "config.json", published)
     return folder
