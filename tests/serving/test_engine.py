@@ -20,6 +20,10 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(reply)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.timeout(300)
 def test_a_server_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
     target = make_tiny_llama(tmp_path / "target")
@@ -30,4 +34,4 @@ def test_a_server_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
 
     assert len(reply["output_ids"]) == 4
     assert len(processes) > 1
-    assert [process for process in processes if process.is_running()] == []
+    assert [process for process in processes if is_alive(process)] == []
