@@ -92,9 +92,10 @@ def render_explain(rows: Sequence[ExplainRow], as_json: bool = False) -> str:
     for row in rows:
         ids = row.note if row.ids is None else str(list(row.ids))
         table.append((ENGINE_NAMES[row.engine], version_range(row.first, row.last), row.key, ids))
-    return "\n".join(_aligned(table))
+    return "\n".join(aligned(table))
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table's rows as lines, its columns padded to one width each."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
