@@ -146,7 +146,11 @@ class DraftSection(Section):
     rope: RopeSection | None = None
     """Rotary embedding; default: the target's, refused if its scaling kind is not known here."""
     norm_output: bool = False
-    """Hand the normed output to the next draft step (EAGLE-3.1; SGLang from 0.5.12.post1)."""
+    """Hand the normed output to the next draft step (EAGLE-3.1; SGLang from 0.5.12)."""
+    fc_norm: bool = False
+    """Norm each captured layer on its own before `fc` (SGLang from 0.5.12)."""
+    norm_before_fc: bool = False
+    """Norm the captured layers, concatenated, before `fc` (SGLang from 0.5.17)."""
     init: Literal["target_head", "random"] = "target_head"
     """Start head and final norm from the target's, or everything at random."""
     fc_init: Literal["last_slot", "random"] = "last_slot"

@@ -102,6 +102,8 @@ class DraftConfig:
         max_position_embeddings: longest context, in tokens.
         rope: rotary embedding.
         norm_output: hand the normed output to the next draft step (EAGLE-3.1), not the one before `norm`.
+        fc_norm: norm each captured layer on its own before `fc`.
+        norm_before_fc: norm the captured layers, concatenated, before `fc` (and before `fc_norm`).
         num_hidden_layers: only 1 is supported.
 
     Raises:
@@ -121,6 +123,8 @@ class DraftConfig:
     max_position_embeddings: int
     rope: RopeConfig
     norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
     num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:
@@ -210,7 +214,8 @@ class DraftConfig:
         heads = 3 * self.num_attention_heads + 4 * self.num_key_value_heads  # q and o: 2 + 1, k and v: 2 + 2
         attention = self.hidden_size * self.head_dim * heads
         mlp = 3 * self.hidden_size * self.intermediate_size
-        fc = self.num_aux * self.target_hidden_size * self.hidden_size
+        aux_width = self.num_aux * self.target_hidden_size
+        fc = aux_width * self.hidden_size + aux_width * (self.fc_norm + self.norm_before_fc)
         trainable = fc + attention + mlp + 4 * self.hidden_size + self.draft_vocab_size * self.hidden_size
         return {"total": trainable + self.vocab_size * self.hidden_size, "trainable": trainable}
 

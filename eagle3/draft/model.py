@@ -1,6 +1,7 @@
 """The draft model, computed as SGLang serves `LlamaForCausalLMEagle3` (sglang/srt/models/llama_eagle3.py).
 
     h = fc(aux)                                                  at step 0; later the previous step's h'
+                                                                 (`norm_before_fc`, `fc_norm`: aux is normed first)
     x = concat(input_layernorm(embed(token)), hidden_norm(h))    [2H], into q, k and v
     h' = h + attention(x);  h' = h' + mlp(post_attention_layernorm(h'))
     logits = lm_head(norm(h'))
@@ -109,7 +110,11 @@ class DraftModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.fc = nn.Linear(config.num_aux * config.target_hidden_size, config.hidden_size, bias=False)
+        aux_width = config.num_aux * config.target_hidden_size
+        self.input_norm = RMSNorm(aux_width, config.rms_norm_eps) if config.norm_before_fc else None
+        slots = range(config.num_aux if config.fc_norm else 0)
+        self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in slots)
+        self.fc = nn.Linear(aux_width, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -117,7 +122,13 @@ class DraftModel(nn.Module):
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """Step 0's states [R, H] of aux hidden states [R, A * H]."""
-        return self.fc(aux.to(self.fc.weight.dtype))
+        aux = aux.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm:
+            slots = aux.chunk(self.config.num_aux, -1)
+            aux = torch.cat([norm(slot) for norm, slot in zip(self.fc_norm, slots, strict=True)], -1)
+        return self.fc(aux)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Draft logits [R, D] of the layer's output h' [R, H]."""

@@ -37,7 +37,7 @@ def draft_logits(
     """
     cache: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position in range(start + 1):
-        hidden = state["fc.weight"] @ aux[position]
+        hidden = state["fc.weight"] @ _fc_input(state, config, aux[position])
         output = _layer(state, config, cache, hidden, tokens[position + 1], position)
     logits = []
     for step in range(steps):
@@ -47,6 +47,19 @@ def draft_logits(
             hidden = normed if config.norm_output else output
             output = _layer(state, config, cache, hidden, tokens[start + 2 + step], start + 1 + step)
     return torch.stack(logits)
+
+
+def _fc_input(state: State, config: DraftConfig, aux: torch.Tensor) -> torch.Tensor:
+    """One token's aux hidden states [A * H] as `fc` reads them."""
+    if config.norm_before_fc:
+        aux = _norm(aux, state["input_norm.weight"], config.rms_norm_eps)
+    if not config.fc_norm:
+        return aux
+    width = config.target_hidden_size
+    slots = [aux[slot * width : (slot + 1) * width] for slot in range(config.num_aux)]
+    return torch.cat(
+        [_norm(part, state[f"fc_norm.{slot}.weight"], config.rms_norm_eps) for slot, part in enumerate(slots)]
+    )
 
 
 def _layer(

@@ -6,8 +6,8 @@ Read in SGLang 0.5.8 to 0.5.23 (`models/llama_eagle3.py`, `models/llama.py`, `sp
 - Rope is written as `rope_theta` and `rope_scaling` at the top level. Transformers 4 (SGLang 0.5.8) reads only
   these; Transformers 5 moves them into `rope_parameters` by itself. `rope_parameters` alone would be lost on the
   former, and a second copy could contradict the first.
-- `norm_output` is a top-level key. Servers before 0.5.12 ignore it, and read exactly three aux layers
-  (`eagle3.wiring.checkpoint_config.check_options` refuses both there).
+- `norm_output`, `fc_norm` and `norm_before_fc` are top-level keys. Older servers ignore them, and read exactly three
+  aux layers (`eagle3.wiring.checkpoint_config.check_options` refuses both there).
 - A server refuses a draft whose context (`max_position_embeddings`, times a linear factor) is below the target's.
 - `target_hidden_size` is left out: drafters here have the target's width, and without that key the server takes the
   target's own embedding.
@@ -45,6 +45,7 @@ _FIXED = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
+_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc")
 _WRITTEN_LATER = ("torch_dtype", "eagle_config", LAYER_IDS, OWN_KEY)
 _AGAIN = "export again, or undo the edit"
 
@@ -90,7 +91,7 @@ def draft_config_from_exported(written: Mapping[str, Any], where: str) -> DraftC
         num_aux=len(written[OWN_KEY]["output_indices"]),
         target_hidden_size=written["hidden_size"],
         rope=RopeConfig.from_hf(dict(written)),
-        norm_output=written.get("norm_output", False),
+        **{option: written.get(option, False) for option in _OPTIONS},
     )
     raise_problems(_differences(written, _shape_keys(config), where))
     return config
@@ -104,8 +105,7 @@ def is_exported_config(written: object) -> bool:
 
 def _shape_keys(config: DraftConfig) -> dict[str, Any]:
     keys = {key: getattr(config, key) for key in _SHAPE} | config.rope.to_hf() | _FIXED
-    if config.norm_output:
-        keys["norm_output"] = True
+    keys |= {option: True for option in _OPTIONS if getattr(config, option)}
     if config.num_aux != 3:
         keys["num_aux_hidden_states"] = config.num_aux
     return keys

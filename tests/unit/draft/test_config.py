@@ -88,7 +88,7 @@ def test_what_the_target_does_not_say_is_asked_for() -> None:
 
 
 def test_dict_round_trip_is_strict() -> None:
-    config = make_config(norm_output=True, rope=RopeConfig("llama3", 100.0, **SCALING))
+    config = make_config(norm_output=True, fc_norm=True, rope=RopeConfig("llama3", 100.0, **SCALING))
     values = config.to_dict()
     assert DraftConfig.from_dict(values) == config
     del values["head_dim"]

@@ -35,6 +35,15 @@ def test_state_dict_has_exactly_the_names_and_shapes_that_sglang_reads() -> None
     assert {name: list(value.shape) for name, value in model.state_dict().items()} == SGLANG_NAMES
 
 
+def test_norms_before_fc_have_the_names_and_shapes_that_sglang_reads_and_are_trained() -> None:
+    model = make_model(make_config(fc_norm=True, norm_before_fc=True))
+    norms = {f"fc_norm.{slot}.weight": [HIDDEN] for slot in range(3)} | {"input_norm.weight": [3 * HIDDEN]}
+    assert {name: list(value.shape) for name, value in model.state_dict().items()} == SGLANG_NAMES | norms
+    assert norms.keys() < model.trainable_state().keys()
+    counted = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert model.config.parameter_counts()["trainable"] == counted
+
+
 def test_only_the_embedding_is_frozen_and_left_out_of_the_trainable_state() -> None:
     model = make_model()
     assert [name for name, value in model.named_parameters() if not value.requires_grad] == ["embed_tokens.weight"]

@@ -49,6 +49,9 @@ def located(batch_rows: list[list[Document]], width: int) -> dict[int, tuple[Doc
         (2, "served", {"norm_output": True}),
         (3, "served", {"rope": RopeConfig("linear", 100.0, factor=3.0), "num_key_value_heads": 4}),
         (4, "shifted", {"rope": LLAMA3, "num_key_value_heads": 1, "head_dim": 4}),
+        (5, "served", {"fc_norm": True}),
+        (6, "shifted", {"norm_before_fc": True}),
+        (7, "served", {"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
     ],
 )
 def test_unroll_equals_reference_at_every_depth(seed: int, rule: str, overrides: dict[str, object]) -> None:

@@ -41,6 +41,8 @@ def written(config: DraftConfig, context_length: int = 8192, version: str = "0.5
     [
         make_config(),
         make_config(norm_output=True),
+        make_config(fc_norm=True),
+        make_config(norm_before_fc=True, outputs=4),
         make_config(outputs=4),
         make_config(rope=RopeConfig("linear", 1e4, 4.0)),
         make_config(rope=RopeConfig(**{**LLAMA3, "rope_theta": 5e5})),
@@ -89,9 +91,10 @@ def test_context_is_never_below_the_served_one(own: int, served: int, expected: 
 
 
 def test_options_are_written_where_the_server_reads_them() -> None:
-    config = make_config(outputs=4, norm_output=True)
-    assert written(config)["norm_output"] is True and written(config)["num_aux_hidden_states"] == 4
-    assert not {"norm_output", "num_aux_hidden_states"} & written(make_config()).keys()
+    options = {"norm_output": True, "fc_norm": True, "norm_before_fc": True}
+    expected = options | {"num_aux_hidden_states": 4}
+    assert written(make_config(outputs=4, **options)).items() >= expected.items()
+    assert not expected.keys() & written(make_config()).keys()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,8 @@ def test_options_are_written_where_the_server_reads_them() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"target_hidden_size": 16}, "target_hidden_size"),
         ({"draft_vocab_size": None}, "draft_vocab_size"),
-        ({"fc_norm": True}, "fc_norm"),
+        ({"fc_norm": "yes"}, "fc_norm"),
+        ({"use_aux_norm": True}, "use_aux_norm"),
     ],
 )
 def test_an_edited_config_is_refused(change: dict[str, Any], named: str) -> None:

@@ -135,13 +135,26 @@ def test_the_default_version_is_the_newest_known_and_is_said(run: Run, tmp_path:
     assert "for sglang 0.5.16 (as given)" in named.render()
 
 
-def test_norm_output_is_refused_where_the_server_ignores_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path, norm_output=True)
-    error = refused(serve(run, tmp_path / "out", engine_version="0.5.11"))
-    assert kinds(error) == ["config.option_unknown"] and "norm_output" in str(error)
+@pytest.mark.parametrize(
+    ("option", "ignored_by", "known_to"),
+    [
+        ("norm_output", "0.5.11", "0.5.12.post1"),
+        ("fc_norm", "0.5.11", "0.5.12.post1"),
+        ("norm_before_fc", "0.5.16", "0.5.23"),
+    ],
+)
+def test_an_option_is_refused_where_the_server_ignores_it(
+    option: str, ignored_by: str, known_to: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, **{option: True})
+    error = refused(serve(run, tmp_path / "out", engine_version=ignored_by))
+    assert kinds(error) == ["config.option_unknown"] and option in str(error)
     assert not (tmp_path / "out").exists()
-    export_run(serve(run, tmp_path / "out", engine_version="0.5.12.post1"))
-    assert config_of(tmp_path / "out")["norm_output"] is True
+    export_run(serve(run, tmp_path / "out", engine_version=known_to))
+    assert config_of(tmp_path / "out")[option] is True
+    read = load_exported(tmp_path / "out")
+    assert getattr(read.config, option)
+    assert read.state.keys() == run.state.keys()
 
 
 def test_a_faulty_checkpoint_is_refused_with_every_tensor_named(run: Run, tmp_path: Path) -> None:
