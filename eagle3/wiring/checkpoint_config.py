@@ -1,7 +1,9 @@
 """A draft checkpoint's config.json: what SGLang and vLLM read from it, checked.
 
-Read in `sglang/srt/models/llama_eagle3.py` of the releases 0.5.8 to 0.5.23 and in vLLM 0.33.0's
-`model_executor/models/llama_eagle3.py`. `eagle3 export` adds one top-level key of its own, which servers skip:
+Read in `sglang/srt/models/llama_eagle3.py` of the releases up to 0.5.23, `kimi_k25_eagle3.py` beside it, and vLLM
+0.33.0's `model_executor/models/llama_eagle3.py` and `deepseek_eagle3.py`.
+
+`eagle3 export` adds one top-level key of its own, which servers skip:
 
     "eagle3": {
         "exported_for": {"engine": "sglang", "engine_version": "0.5.23"},  # what the nested layer ids are written for
@@ -22,11 +24,12 @@ from typing import Any
 
 from eagle3.errors import Problem
 from eagle3.wiring.conventions import LAYER_IDS, NESTED_KEY
-from eagle3.wiring.engines import Version
 from eagle3.wiring.layers import is_int
+from eagle3.wiring.layouts import ARCHITECTURE as ARCHITECTURE
+from eagle3.wiring.layouts import OWN_KEY as OWN_KEY
+from eagle3.wiring.layouts import Layout
+from eagle3.wiring.layouts import recognise as recognise
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-OWN_KEY = "eagle3"
 SIZE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -36,22 +39,25 @@ SIZE_KEYS = (
     "draft_vocab_size",
     "max_position_embeddings",
 )
-# The first SGLang release that reads other counts of aux layers, `layers.0.*` names and most options; for each
-# option the first that reads it. An older one skips flag and tensor without a word.
-GENERAL_SINCE = "0.5.12"
-_OPTION_SINCE = {"norm_output": GENERAL_SINCE, "fc_norm": GENERAL_SINCE, "norm_before_fc": "0.5.17"}
+_MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "bias": (False, None),
 }
-_EXPORT = "export it again with `eagle3 export`"
+_CORRECT = "correct it, or export it again with `eagle3 export`"
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The drafter that a server would build from config.json (widths in elements)."""
+    """The drafter that a server would build from config.json (widths in elements).
+
+    Attributes:
+        query_size, key_value_size: of plain attention; unused with `mla`.
+        mla: the drafter's attention, where it is DeepSeek's.
+        head_norm: width of the norms on each head's query and key (Qwen3), or None.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -63,32 +69,51 @@ class DraftShape:
     num_aux: int
     fc_norm: bool
     norm_before_fc: bool
+    mla: MlaShape | None = None
+    head_norm: int | None = None
 
 
-def check_config(config: Mapping[str, Any], where: str) -> list[Problem]:
-    """Everything that is wrong in config.json by itself; kinds `config.*`. Layer ids: see `nested_layer_ids`."""
-    problems = _shape_problems(config, where)
+@dataclass(frozen=True)
+class MlaShape:
+    """Widths of DeepSeek's multi-head latent attention; `q_lora_rank` is None where q has no low-rank form."""
 
-    def wrong(key: str, found: object, expected: str, fix: str = _EXPORT) -> None:
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+def check_config(layout: Layout, where: str) -> list[Problem]:
+    """Everything that is wrong in config.json by itself; kinds `config.*`. Layer ids: see `layer_ids`.
+
+    Fields that have a default in Transformers may be absent in a config that another tool wrote.
+    """
+    config = layout.fields
+    problems = _shape_problems(layout, where)
+
+    def wrong(key: str, found: object, expected: str, fix: str = _CORRECT) -> None:
         problems.append(Problem(where, f"config.{key}", f"{key} is {found!r}, expected {expected}", fix))
 
-    if config.get("architectures") != [ARCHITECTURE]:
-        wrong("architectures", config.get("architectures"), repr([ARCHITECTURE]))
-    if config.get("model_type") != "llama":
-        wrong("model_type", config.get("model_type"), "'llama'")
+    def absent(key: str) -> bool:
+        return not layout.own and key not in config
+
+    if config.get("model_type") not in layout.model_types:
+        wrong("model_type", config.get("model_type"), " or ".join(map(repr, layout.model_types)))
     if config.get("num_hidden_layers") != 1 or not is_int(config["num_hidden_layers"]):
         wrong("num_hidden_layers", config.get("num_hidden_layers"), "1")
-    if config.get("tie_word_embeddings") is not False:
+    if config.get("tie_word_embeddings") is not False and not absent("tie_word_embeddings"):
         fix = "write false: true makes the server replace the draft's head by an embedding"
         wrong("tie_word_embeddings", config.get("tie_word_embeddings"), "false", fix)
-    if not _is_positive(config.get("rms_norm_eps")):
+    if not _is_positive(config.get("rms_norm_eps")) and not absent("rms_norm_eps"):
         wrong("rms_norm_eps", config.get("rms_norm_eps"), "a number above 0")
     theta = config.get("rope_theta") or _mapping(config.get("rope_parameters")).get("rope_theta")
     if not _is_positive(theta):
         wrong("rope_theta", theta, "a number above 0 (the server would take its own default)")
     for key, allowed in _WRONG_VALUES.items():
         if key in config and config[key] not in allowed:
-            wrong(key, config[key], repr(allowed[0]), "this drafter has no such option; " + _EXPORT)
+            wrong(key, config[key], repr(allowed[0]), "this drafter has no such option; " + _CORRECT)
     if "eagle_config" in config and not isinstance(config["eagle_config"], dict):
         wrong("eagle_config", config["eagle_config"], "an object", "without it SGLang captures default layers silently")
     if _mapping(config.get("eagle_config")).get("use_aux_hidden_state", True) is not True:
@@ -98,57 +123,45 @@ def check_config(config: Mapping[str, Any], where: str) -> list[Problem]:
     return problems
 
 
-def _shape_problems(config: Mapping[str, Any], where: str) -> list[Problem]:
-    problems = [
-        Problem(where, "config.size", f"{key} is {config.get(key)!r}, expected a whole number above 0", _EXPORT)
-        for key in SIZE_KEYS
-        if not is_int(config.get(key)) or config[key] < 1
+def _shape_problems(layout: Layout, where: str) -> list[Problem]:
+    config = layout.fields
+    required = SIZE_KEYS + (_MLA_KEYS if layout.mla else ())
+    optional = ("head_dim", "target_hidden_size", "num_aux_hidden_states", "q_lora_rank")
+    wrong = [
+        *(key for key in required if not _is_size(config.get(key))),
+        *(key for key in optional if config.get(key) is not None and not _is_size(config[key])),
     ]
-    for key in ("head_dim", "target_hidden_size", "num_aux_hidden_states"):
-        if config.get(key) is not None and (not is_int(config[key]) or config[key] < 1):
-            message = f"{key} is {config[key]!r}, expected a whole number above 0"
-            problems.append(Problem(where, "config.size", message, _EXPORT))
+    problems = [
+        Problem(where, "config.size", f"{key} is {config.get(key)!r}, expected a whole number above 0", _CORRECT)
+        for key in wrong
+    ]
     if not problems and config["draft_vocab_size"] > config["vocab_size"]:
         message = f"draft_vocab_size is {config['draft_vocab_size']}, more than vocab_size {config['vocab_size']}"
-        problems.append(Problem(where, "config.size", message, _EXPORT))
+        problems.append(Problem(where, "config.size", message, _CORRECT))
     return problems
 
 
-def check_options(config: Mapping[str, Any], num_aux: int, sglang_version: str, where: str) -> list[Problem]:
-    """Drafter options that this SGLang version would skip without a word; kind `config.option_unknown`."""
-    needs = {option: since for option, since in _OPTION_SINCE.items() if _option(config, option)}
-    if num_aux != 3:
-        needs[f"{num_aux} aux layers instead of 3"] = GENERAL_SINCE
-    return [
-        Problem(
-            where,
-            "config.option_unknown",
-            f"SGLang {sglang_version} does not know {option} and would compute something else",
-            f"serve with SGLang {since} or newer, or train without it",
-        )
-        for option, since in needs.items()
-        if Version(sglang_version) < Version(since)
-    ]
-
-
-def draft_shape(config: Mapping[str, Any], default_num_aux: int) -> DraftShape | None:
+def draft_shape(layout: Layout, default_num_aux: int) -> DraftShape | None:
     """The shape that config.json means; None where a size is wrong. `default_num_aux` is taken where it has no ids."""
-    if _shape_problems(config, ""):
+    config = layout.fields
+    if _shape_problems(layout, ""):
         return None
-    ids, _ = layer_ids(config, NESTED_KEY, "")
-    num_aux = len(ids) if ids is not None else default_num_aux
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    ids = layer_ids(config, NESTED_KEY, "")[0] or layer_ids(config, LAYER_IDS, "")[0]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return DraftShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
-        query_size=head_dim * config["num_attention_heads"],
+        query_size=head_dim * heads,
         key_value_size=head_dim * config["num_key_value_heads"],
         vocab_size=config["vocab_size"],
         draft_vocab_size=config["draft_vocab_size"],
         target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
-        num_aux=config.get("num_aux_hidden_states") or num_aux,
-        fc_norm=_option(config, "fc_norm"),
-        norm_before_fc=_option(config, "norm_before_fc"),
+        num_aux=config.get("num_aux_hidden_states") or (len(ids) if ids is not None else default_num_aux),
+        fc_norm=option(config, "fc_norm"),
+        norm_before_fc=option(config, "norm_before_fc"),
+        mla=MlaShape(heads, config.get("q_lora_rank"), *(config[key] for key in _MLA_KEYS)) if layout.mla else None,
+        head_norm=head_dim if config.get("model_type") == "qwen3" and "qwen3" in layout.model_types else None,
     )
 
 
@@ -159,16 +172,16 @@ def layer_ids(config: Mapping[str, Any], key: str, where: str) -> tuple[tuple[in
     """
     holder = _mapping(config.get("eagle_config")) if key == NESTED_KEY else config
     if LAYER_IDS not in holder:
-        fix = f"write {key}; " + _EXPORT
+        fix = f"write {key}; " + _CORRECT
         message = f"{key} is missing: the server would silently capture boundaries 2, N // 2, N - 3 (N layers)"
         return None, [Problem(where, "layer_ids.missing", message, fix)]
     values = holder[LAYER_IDS]
     if not isinstance(values, list) or not values or not all(is_int(value) for value in values):
         message = f"{key} is {values!r}, expected a list of whole numbers"
-        return None, [Problem(where, "layer_ids.type", message, _EXPORT)]
+        return None, [Problem(where, "layer_ids.type", message, _CORRECT)]
     if len(set(values)) != len(values):
         message = f"{key} is {values}: a repeated layer is captured once, so slots would be missing"
-        return None, [Problem(where, "layer_ids.duplicate", message, _EXPORT)]
+        return None, [Problem(where, "layer_ids.duplicate", message, _CORRECT)]
     return tuple(values), []
 
 
@@ -190,14 +203,18 @@ def _is_own_key(value: object) -> bool:
     return texts and is_int(length) and length > 0
 
 
-def _option(config: Mapping[str, Any], name: str) -> bool:
-    """`norm_before_fc` may be nested in eagle_config, which then decides."""
+def option(config: Mapping[str, Any], name: str) -> bool:
+    """Whether the drafter has this option: `norm_before_fc` may be nested in eagle_config, which then decides."""
     nested = _mapping(config.get("eagle_config")) if name == "norm_before_fc" else {}
     return bool(nested.get(name, config.get(name)))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _is_size(value: object) -> bool:
+    return is_int(value) and value > 0  # type: ignore[operator]
 
 
 def _is_positive(value: object) -> bool:

@@ -35,6 +35,24 @@ def compare_target(contract: WiringContract, facts: TargetFacts) -> list[Problem
     ]
 
 
+def compare_shape_with_target(shape: DraftShape, facts: TargetFacts, where: str) -> list[Problem]:
+    """Where a checkpoint without a contract does not fit the target; kinds `target.<field>`."""
+    fields = {
+        "hidden_size": (shape.target_hidden_size, facts.hidden_size),
+        "vocab_size": (shape.vocab_size, facts.vocab_size),
+    }
+    return [
+        Problem(
+            where,
+            f"target.{name}",
+            f"config.json means a target with {name} {said}, {facts.name} has {has}",
+            "serve it with the target that it was trained for",
+        )
+        for name, (said, has) in fields.items()
+        if said != has
+    ]
+
+
 def compare_shape(contract: WiringContract, shape: DraftShape, draft_vocab: str | None, where: str) -> list[Problem]:
     """Where config.json or the draft vocab in the weights is not what the contract says; kinds `contract.<field>`."""
     fields = {

@@ -1,7 +1,8 @@
-"""A draft checkpoint's model.safetensors: names, shapes and types against config.json, and the draft vocab's values.
+"""A draft checkpoint's tensors: names, shapes and types against config.json, and the draft vocab's values.
 
-The names are those that `load_weights` in `sglang/srt/models/llama_eagle3.py` maps onto parameters: it skips a name
-that it does not know, and leaves a parameter that no name reaches uninitialised. Both are errors here.
+The names are those that `load_weights` in `sglang/srt/models/llama_eagle3.py` and `kimi_k25_eagle3.py` map onto
+parameters: they skip a name that they do not know, and leave a parameter that no name reaches uninitialised. Both are
+errors here.
 
 Legend: A aux layers, H draft hidden, G target hidden, I MLP width, Q query width, P key/value width, D draft vocab,
 V target vocab.
@@ -9,32 +10,28 @@ V target vocab.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
-from eagle3.errors import Problem, problem_error
-from eagle3.wiring.checkpoint_config import GENERAL_SINCE, DraftShape
+from eagle3.errors import Problem
+from eagle3.wiring.checkpoint_config import DraftShape, MlaShape
 from eagle3.wiring.draft_vocab import check_draft_vocab, draft_vocab_digest, target_ids_of
-from eagle3.wiring.engines import Version
-from eagle3.wiring.safetensors_header import Header, read_header, read_int_tensor
+from eagle3.wiring.weights import WEIGHTS_FILE as WEIGHTS_FILE
+from eagle3.wiring.weights import Weights
 
-WEIGHTS_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-_EXPORT = "export it again with `eagle3 export`"
+_CORRECT = "correct it, or export it again with `eagle3 export`"
 
 
 def expected_tensors(shape: DraftShape) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Canonical tensor name -> allowed dtypes, exact shape. Optional ones are included."""
-    hidden, query, key_value = shape.hidden_size, shape.query_size, shape.key_value_size
-    aux = shape.num_aux * shape.target_hidden_size
-    shapes = {
+    hidden, aux = shape.hidden_size, shape.num_aux * shape.target_hidden_size
+    attention = _attention(shape) if shape.mla is None else _mla(shape.mla, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, aux),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (key_value, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (key_value, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, query),
+        **{f"midlayer.self_attn.{name}.weight": size for name, size in attention.items()},
         "midlayer.post_attention_layernorm.weight": (hidden,),
         "midlayer.mlp.gate_proj.weight": (shape.intermediate_size, hidden),
         "midlayer.mlp.up_proj.weight": (shape.intermediate_size, hidden),
@@ -54,33 +51,62 @@ def expected_tensors(shape: DraftShape) -> dict[str, tuple[tuple[str, ...], tupl
     return expected | {name: (FLOAT_DTYPES, size) for name, size in shapes.items()}
 
 
-def optional_tensors(shape: DraftShape) -> set[str]:
+def _attention(shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    hidden = shape.hidden_size
+    norms = {} if shape.head_norm is None else {"q_norm": (shape.head_norm,), "k_norm": (shape.head_norm,)}
+    return {
+        "q_proj": (shape.query_size, 2 * hidden),
+        "k_proj": (shape.key_value_size, 2 * hidden),
+        "v_proj": (shape.key_value_size, 2 * hidden),
+        "o_proj": (hidden, shape.query_size),
+        **norms,
+    }
+
+
+def _mla(mla: MlaShape, hidden: int) -> dict[str, tuple[int, ...]]:
+    query = mla.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    rank = mla.q_lora_rank
+    low_rank = {"q_proj": (query, 2 * hidden)}
+    if rank is not None:
+        low_rank = {"q_a_proj": (rank, 2 * hidden), "q_b_proj": (query, rank)}
+    return {
+        **low_rank,
+        **({} if rank is None else {"q_a_layernorm": (rank,)}),
+        "kv_a_proj_with_mqa": (mla.kv_lora_rank + mla.qk_rope_head_dim, 2 * hidden),
+        "kv_a_layernorm": (mla.kv_lora_rank,),
+        "kv_b_proj": (mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        "o_proj": (hidden, mla.num_heads * mla.v_head_dim),
+    }
+
+
+def optional_tensors(shape: DraftShape, own: bool) -> set[str]:
     """Tensors that a server does without: the embedding, where the target's has the same width (it replaces the
-    draft's), and the tables of a draft vocab that is the whole vocab."""
+    draft's), the tables of a draft vocab that is the whole vocab, and t2d, which other tools may leave out."""
     optional = {EMBEDDING} if shape.target_hidden_size == shape.hidden_size else set()
-    return optional | ({"d2t", "t2d"} if shape.draft_vocab_size == shape.vocab_size else set())
+    whole = shape.draft_vocab_size == shape.vocab_size
+    return optional | ({"d2t", "t2d"} if whole else set()) | (set() if own else {"t2d"})
 
 
-def check_tensors(header: Header, shape: DraftShape, where: str) -> list[Problem]:
+def check_tensors(weights: Weights, shape: DraftShape, own: bool, where: str) -> list[Problem]:
     """Every missing, extra, repeated, mis-shaped or wrongly typed tensor; kinds `tensor.*`. Reads no values, so it
     does not prove that they are finite or trained."""
-    expected, names = expected_tensors(shape), canonical_names(header)
+    expected, names = expected_tensors(shape), canonical_names(weights.tensors)
     problems = []
-    for name in sorted(expected.keys() - set(names.values()) - optional_tensors(shape)):
+    for name in sorted(expected.keys() - set(names.values()) - optional_tensors(shape, own)):
         message = f"no tensor {name}, expected shape {list(expected[name][1])}: {_without(name)}"
-        problems.append(Problem(where, "tensor.missing", message, _EXPORT))
+        problems.append(Problem(where, "tensor.missing", message, _CORRECT))
     for stored, name in names.items():
         if name not in expected:
             message = f"unknown tensor {stored}, which a server skips without a word"
             problems.append(Problem(where, "tensor.extra", message, "remove it, or export again"))
             continue
-        info, (dtypes, size) = header.tensors[stored], expected[name]
+        info, (dtypes, size) = weights.tensors[stored], expected[name]
         if list(names.values()).count(name) > 1:
             message = f"{stored} and another tensor both stand for {name}"
             problems.append(Problem(where, "tensor.repeated", message, "keep one of them"))
         if info.shape != size:
             message = f"{stored} has shape {list(info.shape)}, config.json means {list(size)}"
-            problems.append(Problem(where, "tensor.shape", message, _EXPORT))
+            problems.append(Problem(where, "tensor.shape", message, _CORRECT))
         if info.dtype not in dtypes:
             message = f"{stored} is {info.dtype}, expected {' or '.join(dtypes)}"
             fix = "never cast the tables" if name in ("d2t", "t2d") else "store it as a floating-point tensor"
@@ -88,60 +114,33 @@ def check_tensors(header: Header, shape: DraftShape, where: str) -> list[Problem
     return problems
 
 
-def check_layout(header: Header, sglang_version: str, where: str) -> list[Problem]:
-    """Names that this SGLang version does not read; kind `tensor.unread`."""
-    newer = [stored for stored in header.tensors if stored.removeprefix("model.").startswith("layers.0.")]
-    if not newer or Version(sglang_version) >= Version(GENERAL_SINCE):
-        return []
-    message = f"SGLang {sglang_version} skips {newer[0]} and {len(newer) - 1} more: it reads midlayer.* only"
-    fix = f"rename layers.0.* to midlayer.*, or use {GENERAL_SINCE} or newer"
-    return [Problem(where, "tensor.unread", message, fix)]
-
-
-def canonical_names(header: Header) -> dict[str, str]:
-    """Stored name -> the name it stands for: SGLang also reads `model.` before all but the head, and (from 0.5.12)
-    `layers.0.` for `midlayer.`."""
+def canonical_names(stored_names: Iterable[str]) -> dict[str, str]:
+    """Stored name -> the name it stands for: servers may also read `model.` before all but the head, `layers.0.` for
+    `midlayer.`, and vLLM calls d2t `draft_id_to_target_id` (see `check_names` for who reads which)."""
     names = {}
-    for stored in header.tensors:
+    for stored in stored_names:
         name = stored.removeprefix("model.") if stored != "model.lm_head.weight" else stored
-        names[stored] = name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+        name = name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+        names[stored] = "d2t" if name == "draft_id_to_target_id" else name
     return names
 
 
-def read_weights_header(folder: Path) -> Header:
-    """The header of a checkpoint's weights.
-
-    Raises:
-        ProblemsError: kinds `checkpoint.pickle`, `checkpoint.sharded`, `checkpoint.no_weights`, `safetensors.*`.
-    """
-    path = folder / WEIGHTS_FILE
-    if path.exists():
-        return read_header(path)
-    if pickles := [entry.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for entry in folder.glob(pattern)]:
-        fix = f"save the weights as {WEIGHTS_FILE}; never load a pickle from a source you do not trust"
-        raise problem_error(str(folder), "checkpoint.pickle", f"holds pickles ({', '.join(pickles)})", fix)
-    if (folder / f"{WEIGHTS_FILE}.index.json").exists():
-        message = "its weights are split over several files"
-        raise problem_error(str(folder), "checkpoint.sharded", message, f"save them as one {WEIGHTS_FILE}")
-    raise problem_error(str(folder), "checkpoint.no_weights", f"has no {WEIGHTS_FILE}", "give the exported folder")
-
-
-def check_tables(folder: Path, header: Header, shape: DraftShape) -> tuple[str | None, list[Problem]]:
+def check_tables(weights: Weights, shape: DraftShape, own: bool, where: str) -> tuple[str | None, list[Problem]]:
     """The digest of the draft vocab in the weights, and what is wrong with the tables' values.
 
     Tables that `check_tensors` has a problem with are not read.
     """
-    expected, path = expected_tensors(shape), folder / WEIGHTS_FILE
-    present = [name for name in ("d2t", "t2d") if name in header.tensors]
-    for name in present:
-        info, (dtypes, size) = header.tensors[name], expected[name]
+    expected = expected_tensors(shape)
+    stored = {name: stored for stored, name in canonical_names(weights.tensors).items() if name in ("d2t", "t2d")}
+    for name, key in stored.items():
+        info, (dtypes, size) = weights.tensors[key], expected[name]
         if info.dtype not in dtypes or info.shape != size:
             return None, []
-    if {"d2t", "t2d"} - set(present) - optional_tensors(shape):
+    if {"d2t", "t2d"} - stored.keys() - optional_tensors(shape, own):
         return None, []
-    d2t = read_int_tensor(path, "d2t") if "d2t" in present else [0] * shape.draft_vocab_size
-    t2d = read_int_tensor(path, "t2d") if "t2d" in present else [1] * shape.vocab_size
-    problems = check_draft_vocab(d2t, t2d, shape.vocab_size, str(path))
+    d2t = weights.read_ints(stored["d2t"]) if "d2t" in stored else [0] * shape.draft_vocab_size
+    t2d = weights.read_ints(stored["t2d"]) if "t2d" in stored else None
+    problems = check_draft_vocab(d2t, t2d, shape.vocab_size, where)
     return None if problems else draft_vocab_digest(target_ids_of(d2t), shape.vocab_size), problems
 
 

@@ -30,17 +30,18 @@ def target_ids_of(d2t: Iterable[int]) -> list[int]:
     return [draft_id + offset for draft_id, offset in enumerate(d2t)]
 
 
-def check_draft_vocab(d2t: Sequence[int], t2d: Sequence[int], vocab_size: int, where: str) -> list[Problem]:
-    """Everything that is wrong with the values of d2t [D] and t2d [V].
+def check_draft_vocab(d2t: Sequence[int], t2d: Sequence[int] | None, vocab_size: int, where: str) -> list[Problem]:
+    """Everything that is wrong with the values of d2t [D] and t2d [V]; t2d may be missing, servers do not read it.
 
     Kinds: `draft_vocab.absolute_ids`, `draft_vocab.out_of_range`, `draft_vocab.duplicate`,
     `draft_vocab.not_ascending`, `draft_vocab.count`, `draft_vocab.disagree`. It does not prove that the head was
-    trained with these tables: compare digests for that.
+    trained with these tables: compare digests for that. Without t2d, ascending absolute ids that stay in range when
+    the draft id is added to them cannot be told from offsets.
     """
     ids = target_ids_of(d2t)
-    marked = [token for token, chosen in enumerate(t2d) if chosen]
     if not ids:
         return [Problem(where, "draft_vocab.count", "d2t is empty", _ONE_SOURCE)]
+    marked = None if t2d is None else [token for token, chosen in enumerate(t2d) if chosen]
     if marked == ids and ids[-1] < vocab_size:
         return []
     if marked == list(d2t):
@@ -56,10 +57,10 @@ def check_draft_vocab(d2t: Sequence[int], t2d: Sequence[int], vocab_size: int, w
     elif ids != sorted(ids):
         message = "d2t does not lead ascending draft ids to ascending target ids"
         problems.append(Problem(where, "draft_vocab.not_ascending", message, _OFFSETS))
-    if len(marked) != len(ids):
+    if marked is not None and len(marked) != len(ids):
         message = f"t2d marks {len(marked)} tokens, d2t has {len(ids)}"
         problems.append(Problem(where, "draft_vocab.count", message, _ONE_SOURCE))
-    elif not problems:
+    elif marked is not None and not problems:
         wrong = len(set(ids) - set(marked))
         message = f"t2d and d2t name different tokens ({wrong} of {len(ids)})"
         problems.append(Problem(where, "draft_vocab.disagree", message, _ONE_SOURCE))

@@ -6,42 +6,15 @@ family that is not in the table is a named error, never a guess.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from eagle3.errors import Problem, ProblemsError, problem_error
-from eagle3.wiring.conventions import ANY_FAMILY, BEGINNING, CONVENTIONS, ENGINE_NAMES, Convention, Rule
-from eagle3.wiring.layers import LayerWiring
+from eagle3.wiring.conventions import ANY_FAMILY, BEGINNING, CONVENTIONS, ENGINE_NAMES, UNREADABLE, Convention, Rule
+from eagle3.wiring.layers import LayerWiring, default_boundaries, describe_layers
+from eagle3.wiring.version import Version as Version
 
-_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:\.post(\d+))?(?:\+[A-Za-z0-9.]+)?")
-
-
-@dataclass(frozen=True, order=True)
-class Version:
-    """A released version such as `0.5.12.post1`; a local label (`+cu129`) does not count.
-
-    Raises:
-        ProblemsError: kind `engine.version_malformed`; also for pre-releases, whose rules nobody read.
-    """
-
-    text: str = field(compare=False)
-    release: tuple[int, ...] = field(init=False)
-    post: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        match = _VERSION.fullmatch(self.text) if isinstance(self.text, str) else None
-        if match is None:
-            message = f"{self.text!r} is not a released version"
-            raise problem_error("engine_version", "engine.version_malformed", message, "write e.g. 0.5.12.post1")
-        numbers = [int(part) for part in match[1].split(".")]
-        while numbers[-1] == 0 and len(numbers) > 1:
-            numbers.pop()
-        object.__setattr__(self, "release", tuple(numbers))
-        object.__setattr__(self, "post", int(match[2]) if match[2] else -1)
-
-    def __str__(self) -> str:
-        return self.text
+PROBE = "ask the running server: eagle3 wiring probe --server URL"
 
 
 @dataclass(frozen=True)
@@ -84,7 +57,7 @@ def find_convention(engine: str, version: str | None, family: str) -> Convention
 
     Raises:
         ProblemsError: kinds `engine.unknown`, `engine.version_unknown`, `engine.version_malformed`,
-            `engine.family_unknown`, `engine.unsupported`.
+            `engine.family_unknown`, `engine.unsupported`, `engine.unreadable`.
     """
     wanted = Version(version if version is not None else newest_known(engine))
     server = f"{ENGINE_NAMES[engine]} {wanted}"
@@ -92,17 +65,15 @@ def find_convention(engine: str, version: str | None, family: str) -> Convention
     if not candidates:
         families = ", ".join(sorted({convention.family for convention in _of_engine(engine)}))
         message = f"its layer ids are not known for target family {family!r}, only for {families}"
-        fix = "use one of these, or add its convention and source to eagle3/wiring/conventions.py"
+        fix = f"use one of these, add its convention and source to eagle3/wiring, or {PROBE}"
         raise problem_error(server, "engine.family_unknown", message, fix)
     for convention in candidates:
         if Version(convention.first) <= wanted <= Version(convention.last):
             if convention.unsupported:
-                fix = f"serve it with {newest_known(engine)}"
-                raise problem_error(server, "engine.unsupported", convention.unsupported, fix)
+                raise problem_error(server, "engine.unsupported", convention.unsupported, _other_versions(candidates))
             return convention
-    ranges = ", ".join(version_range(item.first, item.last) for item in candidates if not item.unsupported)
-    message = f"its layer ids are not known for target family {family!r}; known versions: {ranges}"
-    fix = f"use a known version (newest: {newest_known(engine)}), or read that version's rule and add it"
+    message = f"its layer ids are not known for target family {family!r}: nobody has read this version's rule"
+    fix = f"{_other_versions(candidates)}, read that version's rule and add it, or {PROBE}"
     raise problem_error(server, "engine.version_unknown", message, fix)
 
 
@@ -117,8 +88,8 @@ def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: 
     """The numbers that make this engine version capture exactly these layers (default version: the newest known).
 
     Raises:
-        ProblemsError: as `find_convention`, and `engine.embedding`, `engine.last_layer`, `engine.inexpressible` for
-            layers that this engine cannot be told to capture.
+        ProblemsError: as `find_convention`, and `engine.embedding`, `engine.last_layer`, `engine.inexpressible`,
+            `engine.cuda_graphs` for layers that this engine cannot be told to capture.
     """
     convention = find_convention(engine, version, family)
     wanted = version if version is not None else newest_known(engine)
@@ -128,9 +99,9 @@ def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: 
     for ids in (wiring.output_indices, wiring.boundaries):
         if requested_boundaries(ids, convention, wiring.num_hidden_layers) == wiring.boundaries:
             return EngineIds(engine, wanted, convention.key, ids)
-    message = f"cannot be told to capture boundaries {list(wiring.boundaries)}: it reads a list that starts with 1 as "
-    fix = "train on other layers (with the embedding, or without layer 0), or serve with another version"
-    raise problem_error(server, "engine.inexpressible", message + "one layer later", fix)
+    message = f"cannot be told to capture boundaries {list(wiring.boundaries)}: it reads ids as {convention.rule.value}"
+    fix = "train on other layers, or serve with another version"
+    raise problem_error(server, "engine.inexpressible", message, fix)
 
 
 def boundaries_read(
@@ -148,7 +119,7 @@ def boundaries_read(
 
 
 def requested_boundaries(ids: Sequence[int], convention: Convention, num_hidden_layers: int) -> tuple[int, ...]:
-    """What the engine's rule makes of each id, in the order of the ids, reachable or not."""
+    """What the engine's rule makes of the ids, in their order, reachable or not."""
     match convention.rule:
         case Rule.OUTPUT_INDEX:
             shift = 1
@@ -158,10 +129,28 @@ def requested_boundaries(ids: Sequence[int], convention: Convention, num_hidden_
             shift = 1 if ids and ids[0] == 1 else 0
         case Rule.BOUNDARY_IF_LAST_IS_N:
             shift = 0 if ids and max(ids) == num_hidden_layers else 1
+        case Rule.DEFAULTS:
+            return default_boundaries(num_hidden_layers)
     return tuple(value + shift for value in ids)
 
 
+def graphs_difference(boundaries: Sequence[int], convention: Convention, num_hidden_layers: int) -> str | None:
+    """In words, what CUDA graphs of this version capture, if not these boundaries; None where they follow the ids."""
+    defaults = default_boundaries(num_hidden_layers)
+    if not convention.graphs_ignore_ids or tuple(boundaries) == defaults:
+        return None
+    layers = describe_layers([boundary - 1 for boundary in defaults])
+    return f"its CUDA graphs capture {layers}, whatever the ids (sglang PR 22836, fixed in 0.5.11)"
+
+
+def _other_versions(candidates: Sequence[Convention]) -> str:
+    ranges = [version_range(item.first, item.last) for item in candidates if not item.unsupported]
+    return f"use a known version: {', '.join(ranges)}" if ranges else "use another engine"
+
+
 def _of_engine(engine: str) -> list[Convention]:
+    if engine in UNREADABLE:
+        raise problem_error(engine, "engine.unreadable", f"its layer ids are not known: {UNREADABLE[engine]}", PROBE)
     found = [convention for convention in CONVENTIONS if convention.engine == engine]
     if not found:
         known = ", ".join(sorted({convention.engine for convention in CONVENTIONS}))
@@ -180,4 +169,7 @@ def _unreachable(wiring: LayerWiring, convention: Convention, server: str, famil
         message = f"cannot capture the last layer's output for target family {family!r}"
         fix = f"train on layers up to {wiring.num_hidden_layers - 2}"
         problems.append(Problem(server, "engine.last_layer", message, fix))
+    if difference := graphs_difference(wiring.boundaries, convention, wiring.num_hidden_layers):
+        fix = "serve with 0.5.11 or newer, or train on the default layers"
+        problems.append(Problem(server, "engine.cuda_graphs", f"cannot capture these layers: {difference}", fix))
     return problems

@@ -118,13 +118,18 @@ class LayerWiring:
         return ids_to_write(self, engine, version, family)
 
 
+def default_boundaries(num_hidden_layers: int) -> tuple[int, int, int]:
+    """What SGLang, vLLM and SpecForge fall back to; not in order for shallow targets."""
+    return (2, num_hidden_layers // 2, num_hidden_layers - 3)
+
+
 def default_output_indices(num_hidden_layers: int) -> tuple[int, ...]:
     """The layers that SGLang, vLLM and SpecForge agree on: boundaries 2, N // 2, N - 3.
 
     Raises:
         ProblemsError: kind `layers.shallow`; with fewer than 7 layers they would repeat or be out of order.
     """
-    boundaries = (2, num_hidden_layers // 2, num_hidden_layers - 3)
+    boundaries = default_boundaries(num_hidden_layers)
     if not 2 < boundaries[1] < boundaries[2]:
         message = f"a target of {num_hidden_layers} layers is too shallow for the default boundaries {boundaries}"
         raise problem_error("output_indices", "layers.shallow", message, "name the layers yourself")

@@ -87,7 +87,6 @@ def test_two_exports_are_byte_equal(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "ids"),
     [
-        ("0.5.10", [2, 30, 58]),
         ("0.5.11", [2, 30, 58]),
         ("0.5.12.post1", [2, 30, 58]),
         ("0.5.13", [3, 31, 59]),
