@@ -23,7 +23,7 @@ from eagle3.config import (
     field_help,
     load_config,
 )
-from eagle3.errors import EXIT_PROBLEMS, Eagle3Error
+from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem
 
 app = typer.Typer(
     help="Train EAGLE-3 drafters whose layer wiring is checked from capture to server.",
@@ -41,9 +41,7 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-EngineVersion = Annotated[
-    str | None, typer.Option(help="Its version; default: as recorded, else the newest.")
-]
+EngineVersion = Annotated[str | None, typer.Option(help="Its version; default: as recorded, else the newest.")]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -52,6 +50,10 @@ def main(args: Sequence[str] | None = None) -> None:
         app(args=None if args is None else list(args), prog_name="eagle3")
     except Eagle3Error as error:
         print(f"eagle3: {error}", file=sys.stderr)
+        sys.exit(EXIT_PROBLEMS)
+    except OSError as error:  # what no command expects: a name that is too long, a folder in place of a file ...
+        problem = Problem(str(error.filename or "disk"), "disk.error", error.strerror or str(error), "check this path")
+        print(f"eagle3: {problem}", file=sys.stderr)
         sys.exit(EXIT_PROBLEMS)
 
 
@@ -157,12 +159,13 @@ def tiny_kimi(
 def wiring_explain(
     target: Annotated[str, typer.Option(help="Known target's name, checkpoint folder or config.json.")],
     layers: Annotated[str, typer.Option(help="Output indices, e.g. 2,30,58.")],
+    sources: Annotated[bool, typer.Option("--sources", help="Also say where each rule was read, and when.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """What each engine and version calls these layers."""
     from eagle3.wiring.report import explain, render_explain
 
-    print(render_explain(explain(target, layers), as_json=as_json))
+    print(render_explain(explain(target, layers), as_json=as_json, sources=sources))
 
 
 @wiring_app.command("check")
@@ -172,18 +175,27 @@ def wiring_check(
     target: Annotated[str | None, typer.Option(help="Target: known name, folder or config.json.")] = None,
     engine: Annotated[str, typer.Option(help="Serving engine: sglang or vllm.")] = "sglang",
     engine_version: EngineVersion = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Output indices it was trained on, e.g. 2,30,58: for another tool's checkpoint.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
     from eagle3.wiring.checks import check_checkpoint, describe_checkpoint
+    from eagle3.wiring.layers import parse_layers
     from eagle3.wiring.report import exit_code, render_json, render_text
 
     problems = check_checkpoint(
-        checkpoint, dataset=dataset, target=target, engine=engine, engine_version=engine_version
+        checkpoint,
+        dataset=dataset,
+        target=target,
+        engine=engine,
+        engine_version=engine_version,
+        layers=parse_layers(layers) if layers is not None else None,
     )
     print((render_json if as_json else render_text)(problems))
     if not problems and not as_json:
-        print(describe_checkpoint(checkpoint, engine, engine_version))
+        print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
     raise typer.Exit(exit_code(problems))
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-ENGINE_NAMES = {"sglang": "SGLang", "vllm": "vLLM", "speculators": "speculators", "transformers": "Transformers"}
+ENGINE_NAMES = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "tensorrt_llm": "TensorRT-LLM",
+    "speculators": "speculators",
+    "transformers": "Transformers",
+}
 ANY_FAMILY = "*"
 BEGINNING = "0"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, Problem, ProblemsError
-from eagle3.wiring.conventions import ENGINE_NAMES
+from eagle3.wiring.conventions import ENGINE_NAMES, UNREADABLE
 from eagle3.wiring.engines import ids_to_write, known_conventions, version_range
 from eagle3.wiring.layers import LayerWiring, parse_layers
 from eagle3.wiring.targets import target_facts
@@ -29,8 +29,17 @@ def render_text(problems: Sequence[Problem], fine: str = "no problem found") -> 
 
 
 def render_json(problems: Sequence[Problem], **context: Any) -> str:
-    """`{"ok": ..., "problems": [{where, kind, message, fix}], ...context}`."""
-    report = {"ok": not problems, "problems": [problem.to_dict() for problem in problems], **context}
+    """`{"format": ..., "ok": ..., "problems": [{where, kind, message, fix}], ...context}`.
+
+    Its schema is docs/schemas/problems.schema.json.
+    """
+    report = {
+        "format": "eagle3-problems",
+        "format_version": 1,
+        "ok": not problems,
+        "problems": [problem.to_dict() for problem in problems],
+        **context,
+    }
     return json.dumps(report, indent=2, ensure_ascii=False)
 
 
@@ -43,7 +52,7 @@ class ExplainRow:
         key: where it reads its ids from.
         ids: its numbers, or None where it cannot capture these layers.
         note: why not.
-        source: where the convention was read.
+        source, read: file and symbol the convention was read in, and the day.
     """
 
     engine: str
@@ -53,12 +62,14 @@ class ExplainRow:
     ids: tuple[int, ...] | None
     note: str
     source: str
+    read: str
 
 
 def explain(target: str | Path, layers: str | Sequence[int]) -> list[ExplainRow]:
     """What every engine and version calls the outputs of these layers of a target.
 
-    Neighbouring version ranges that say the same are joined; engines that do not know the family are left out.
+    Neighbouring version ranges that say the same are joined; engines that do not know the family are left out, one
+    that nobody could read is a row that says so.
 
     Args:
         target: known target name, or a folder with the target's config.json.
@@ -71,28 +82,41 @@ def explain(target: str | Path, layers: str | Sequence[int]) -> list[ExplainRow]
     wiring = LayerWiring(parse_layers(layers) if isinstance(layers, str) else tuple(layers), facts.num_hidden_layers)
     rows: list[ExplainRow] = []
     for engine in ENGINE_NAMES:
+        if engine in UNREADABLE:
+            rows.append(ExplainRow(engine, "", "", "", None, f"unknown: {UNREADABLE[engine]}", "", ""))
+            continue
         for convention in known_conventions(engine, facts.family):
             ids, note = None, ""
             try:
                 ids = ids_to_write(wiring, engine, convention.last, facts.family).ids
             except ProblemsError as error:
                 note = "; ".join(problem.message for problem in error.problems)
-            row = ExplainRow(engine, convention.first, convention.last, convention.key, ids, note, convention.source)
+            row = ExplainRow(
+                engine, convention.first, convention.last, convention.key, ids, note, convention.source, convention.read
+            )
             if rows and replace(rows[-1], last=row.last) == replace(row, first=rows[-1].first):
                 row = replace(row, first=rows.pop().first)
             rows.append(row)
     return rows
 
 
-def render_explain(rows: Sequence[ExplainRow], as_json: bool = False) -> str:
-    """The rows as a text table, or as a JSON list."""
+def render_explain(rows: Sequence[ExplainRow], as_json: bool = False, sources: bool = False) -> str:
+    """The rows as a text table, or as a JSON list (schema: docs/schemas/explain.schema.json).
+
+    Args:
+        sources: also say where each row was read, and when; JSON always does.
+    """
     if as_json:
         return json.dumps([asdict(row) for row in rows], indent=2)
     table = [("engine", "versions", "key", "ids")]
     for row in rows:
         ids = row.note if row.ids is None else str(list(row.ids))
         table.append((ENGINE_NAMES[row.engine], version_range(row.first, row.last), row.key, ids))
-    return "\n".join(aligned(table))
+    lines = aligned(table)
+    if sources:
+        notes = ["", *(f"\n    read in {row.source} on {row.read}" if row.source else "" for row in rows)]
+        lines = [line + note for line, note in zip(lines, notes, strict=True)]
+    return "\n".join(lines)
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

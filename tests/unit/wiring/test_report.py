@@ -31,7 +31,7 @@ def test_the_json_holds_every_field() -> None:
     assert report["ok"] is False
     assert report["checkpoint"] == "draft"
     assert [Problem(**problem) for problem in report["problems"]] == PROBLEMS
-    assert json.loads(render_json([])) == {"ok": True, "problems": []}
+    assert json.loads(render_json([])) == {"format": "eagle3-problems", "format_version": 1, "ok": True, "problems": []}
 
 
 def test_explain_tells_what_every_engine_calls_kimis_layers() -> None:
@@ -43,6 +43,7 @@ def test_explain_tells_what_every_engine_calls_kimis_layers() -> None:
         ("sglang", "0.5.11", "0.5.12.post1"): (2, 30, 58),
         ("sglang", "0.5.13", "0.5.23"): (3, 31, 59),
         ("vllm", "0.33.0", "0.33.0"): (3, 31, 59),
+        ("tensorrt_llm", "", ""): None,
         ("speculators", "0.9.0", "0.9.0"): (3, 31, 59),
         ("transformers", "5.24.0", "5.24.0"): (3, 31, 59),
     }
@@ -64,7 +65,20 @@ def test_explain_as_text_and_as_json() -> None:
     assert lines[0].split() == ["engine", "versions", "key", "ids"]
     assert any(line.startswith("SGLang") and "0.5.13 to 0.5.23" in line and "[3, 31, 59]" in line for line in lines)
     assert len(lines) == len(rows) + 1
+    assert any("TensorRT-LLM" in line and "unknown: its releases" in line for line in lines)
     assert [row["ids"] for row in json.loads(render_explain(rows, as_json=True))][2:4] == [[2, 30, 58], [3, 31, 59]]
+
+
+def test_explain_names_the_source_of_every_row_and_the_day() -> None:
+    rows = explain("kimi-k2.5", [2, 30, 58])
+    lines = render_explain(rows, sources=True).splitlines()
+
+    read = [row for row in rows if row.source]
+    assert [line.strip() for line in lines if line.startswith("    ")] == [
+        f"read in {row.source} on {row.read}" for row in read
+    ]
+    assert any("deepseek_v2.py, set_eagle3_layers_to_capture on 2026-11-29" in line for line in lines)
+    assert [row["read"] for row in json.loads(render_explain(rows, as_json=True))] == [row.read for row in rows]
 
 
 def test_explain_refuses_layers_that_the_target_has_not() -> None:
