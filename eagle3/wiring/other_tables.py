@@ -75,8 +75,8 @@ TRANSFORMERS = Convention(
 
 # Engine -> why its conventions are unknown.
 UNREADABLE = {
-    "tensorrt_llm": "its releases (wheels of over a gigabyte) were not read, and it takes the layers from a server "
-    "option, eagle3_layers_to_capture, not from the checkpoint; in its repository (commit 001e670, "
+    "tensorrt_llm": "its release wheels were not read, and it takes the layers from a server option, "
+    "eagle3_layers_to_capture, not from the checkpoint; in its repository (commit 001e670, "
     "tensorrt_llm/_torch/speculative/eagle3.py, Eagle3SpecMetadata) these are output indices, by default "
     "1, N // 2 - 1, N - 4"
 }

@@ -55,7 +55,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         ProblemsError: kinds `file.missing`, `safetensors.pickle` (a torch.save or pickle file),
-            `safetensors.format` (anything else), `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`,
+            `safetensors.lfs_pointer` (a clone without its large files), `safetensors.format` (anything else), `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`,
             `safetensors.truncated`, `safetensors.too_long`.
     """
     if not path.is_file():
@@ -105,6 +105,9 @@ def _not_safetensors(path: Path, start: bytes, file_bytes: int) -> ProblemsError
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
         fix = "never load it from a source you do not trust; save the weights as safetensors"
         return problem_error(str(path), "safetensors.pickle", "is a pickle (torch.save), not safetensors", fix)
+    if start == b"version ":
+        fix = "fetch the file itself: git lfs pull"
+        return problem_error(str(path), "safetensors.lfs_pointer", "is a Git LFS pointer, not the file itself", fix)
     message = f"is not a safetensors file: {file_bytes} bytes that start with {start!r}"
     return problem_error(str(path), "safetensors.format", message, _RESTORE)
 

@@ -65,7 +65,7 @@ def test_explain_as_text_and_as_json() -> None:
     assert lines[0].split() == ["engine", "versions", "key", "ids"]
     assert any(line.startswith("SGLang") and "0.5.13 to 0.5.23" in line and "[3, 31, 59]" in line for line in lines)
     assert len(lines) == len(rows) + 1
-    assert any("TensorRT-LLM" in line and "unknown: its releases" in line for line in lines)
+    assert any("TensorRT-LLM" in line and "unknown: its release wheels" in line for line in lines)
     assert [row["ids"] for row in json.loads(render_explain(rows, as_json=True))][2:4] == [[2, 30, 58], [3, 31, 59]]
 
 
