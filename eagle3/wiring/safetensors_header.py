@@ -55,8 +55,9 @@ def read_header(path: Path) -> Header:
 
     Raises:
         ProblemsError: kinds `file.missing`, `safetensors.pickle` (a torch.save or pickle file),
-            `safetensors.lfs_pointer` (a clone without its large files), `safetensors.format` (anything else), `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`,
-            `safetensors.truncated`, `safetensors.too_long`.
+            `safetensors.lfs_pointer` (a clone without its large files), `safetensors.format` (anything else),
+            `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`, `safetensors.truncated`,
+            `safetensors.too_long`.
     """
     if not path.is_file():
         raise problem_error(str(path), "file.missing", "no such file (a safetensors file)", "check the path")

@@ -116,7 +116,6 @@ def test_a_torch_save_file_is_named(tmp_path: Path, zipped: bool) -> None:
     [
         b"",
         b"1234567",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0000",
         raw(b"{"),
         raw([]),
         raw(b'{"a": 1, "a": 2}'),

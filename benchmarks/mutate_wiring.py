@@ -1,0 +1,194 @@
+"""How many deliberate faults in `eagle3/wiring` do its tests notice?
+
+Each mutant is one change in one place: a comparison turned round, a whole number one higher or lower, `and` for `or`,
+a `not` or an `if` condition dropped, a rule of the tables swapped, a table's item deleted, a text returned empty. The
+tests of `tests/unit/wiring` run on a copy; a mutant survives if they still pass. Results are appended to a JSON-lines
+file, and mutants that are in it already are skipped, so that a run can be stopped and continued.
+
+    python benchmarks/mutate_wiring.py --results /tmp/mutants.jsonl --sample 200
+    python benchmarks/mutate_wiring.py --results /tmp/mutants.jsonl --report
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis  # noqa: F401  (loaded once, before the forks)
+import pytest
+import safetensors.torch  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+ROOM = Path("eagle3/wiring")
+TESTS = "tests/unit/wiring"
+SECONDS = 240
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+RULES = ("OUTPUT_INDEX", "BOUNDARY", "OUTPUT_INDEX_IF_FIRST_IS_1", "BOUNDARY_IF_LAST_IS_N", "DEFAULTS")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the file, what was changed (with its line), and the whole new source."""
+
+    file: str
+    change: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.change}"
+
+
+def mutants(file: Path) -> Iterator[Mutant]:
+    """Every mutant of one file, in the order of its lines."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for number, node in enumerate(ast.walk(tree)):
+        for place, what in enumerate(changes(node)):
+            mutated = copy.deepcopy(tree)
+            twin = next(other for index, other in enumerate(ast.walk(mutated)) if index == number)
+            apply(twin, place)
+            line = getattr(node, "lineno", 0)
+            yield Mutant(file.name, f"line {line}, {number}.{place}: {what}", ast.unparse(mutated))
+
+
+def changes(node: ast.AST) -> list[str]:
+    """What can be changed in this node, in words; `apply` makes the change of the same index."""
+    match node:
+        case ast.Compare():
+            return [f"{type(op).__name__} turned round" for op in node.ops]
+        case ast.BoolOp():
+            return ["and for or, or for and", *(f"operand {i} dropped" for i in range(len(node.values)))]
+        case ast.UnaryOp(op=ast.Not()):
+            return ["not dropped"]
+        case ast.If() | ast.IfExp():
+            return ["condition always true", "condition always false"]
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv()):
+            return ["another operator"]
+        case ast.Constant(value=bool()):
+            return ["the other truth value"]
+        case ast.Constant(value=int()):
+            return ["one more", "one less"]
+        case ast.Attribute(attr=attr) if attr in RULES:
+            return [f"another rule than {attr}"]
+        case ast.Dict() if len(node.keys) > 1:
+            return [f"item {i} deleted" for i in range(len(node.keys))]
+        case ast.Set() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()) if len(node.elts) > 1:
+            return [f"element {i} deleted" for i in range(len(node.elts))]
+        case ast.Return(value=ast.expr()):
+            return ["nothing returned"]
+        case ast.Expr(value=ast.Call()):
+            return ["call dropped"]
+    return []
+
+
+def apply(node: ast.AST, place: int) -> None:
+    match node:
+        case ast.Compare():
+            node.ops[place] = COMPARISONS[type(node.ops[place])]()
+        case ast.BoolOp() if place == 0:
+            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        case ast.BoolOp():
+            del node.values[place - 1]
+            if len(node.values) == 1:
+                node.values.append(node.values[0])
+        case ast.UnaryOp():
+            node.op, node.operand = ast.Not(), ast.UnaryOp(ast.Not(), node.operand)
+        case ast.If() | ast.IfExp():
+            node.test = ast.BoolOp(ast.Or() if place == 0 else ast.And(), [node.test, ast.Constant(place == 0)])
+        case ast.BinOp():
+            node.op = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult}[type(node.op)]()
+        case ast.Constant(value=bool()):
+            node.value = not node.value
+        case ast.Constant():
+            assert isinstance(node.value, int)
+            node.value += 1 if place == 0 else -1
+        case ast.Attribute():
+            node.attr = RULES[(RULES.index(node.attr) + 1) % 2] if node.attr in RULES[:2] else RULES[0]
+        case ast.Dict():
+            del node.keys[place], node.values[place]
+        case ast.Set() | ast.Tuple() | ast.List():
+            del node.elts[place]
+        case ast.Return():
+            node.value = None
+        case ast.Expr():
+            node.value = ast.Constant(None)
+
+
+def survives(mutant: Mutant, copy_root: Path) -> bool:
+    """Whether the tests pass with this mutant in place; they run in a fork, which has torch and pytest loaded."""
+    path = copy_root / ROOM / mutant.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(mutant.source, encoding="utf-8")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        os._exit(run_tests(ordered_tests(mutant, copy_root), copy_root))
+    _, status = os.waitpid(child, 0)
+    path.write_text(original, encoding="utf-8")
+    return status == 0
+
+
+def run_tests(tests: list[str], copy_root: Path) -> int:
+    os.chdir(copy_root)
+    sys.path.insert(0, str(copy_root))
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def ordered_tests(mutant: Mutant, copy_root: Path) -> list[str]:
+    """All test files, the module's own first."""
+    own = f"test_{mutant.file}"
+    files = sorted(path.name for path in (copy_root / TESTS).glob("test_*.py"))
+    return [f"{TESTS}/{name}" for name in sorted(files, key=lambda name: name != own)]
+
+
+def copied(folder: Path) -> Path:
+    for part in ("eagle3", "tests", "docs"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--sample", type=int, help="that many mutants, drawn with a fixed seed; default all")
+    parser.add_argument("--report", action="store_true", help="only print the score of what ran so far")
+    args = parser.parse_args()
+    known = {}
+    if args.results.exists():
+        known = {row["name"]: row["survives"] for row in map(json.loads, args.results.read_text().splitlines())}
+    if not args.report:
+        todo = [mutant for file in sorted((ROOT / ROOM).glob("*.py")) for mutant in mutants(file)]
+        print(f"{len(todo)} mutants")
+        random.Random(0).shuffle(todo)
+        with tempfile.TemporaryDirectory() as folder:
+            root = copied(Path(folder))
+            sys.dont_write_bytecode = True
+            for mutant in todo[: args.sample]:
+                if mutant.name not in known:
+                    known[mutant.name] = survives(mutant, root)
+                    with open(args.results, "a", encoding="utf-8") as handle:
+                        handle.write(json.dumps({"name": mutant.name, "survives": known[mutant.name]}) + "\n")
+    survivors = sorted(name for name, lives in known.items() if lives)
+    print(*survivors, f"{len(known) - len(survivors)} of {len(known)} mutants noticed", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
