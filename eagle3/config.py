@@ -7,6 +7,7 @@ one; every error of a file is reported at once.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from eagle3.errors import Problem, ProblemsError, problem_error
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+LayerIndex = Annotated[int, Field(strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, Field(min_length=1)]
+
+
+def _word(word: str) -> BeforeValidator:
+    """YAML 1.1 reads a bare `no` or `off` as false."""
+    return BeforeValidator(lambda value: word if value is False else value)
 
 
 class Section(BaseModel):
@@ -34,7 +43,7 @@ class Section(BaseModel):
 class TargetConfig(Section):
     """The frozen served model."""
 
-    path: str
+    path: PathText
     """Folder of the target's checkpoint, or its id on the Hugging Face hub."""
     name: str | None = None
     """Name in contracts and reports; default: the last part of `path`, lower-cased."""
@@ -55,7 +64,7 @@ class TargetConfig(Section):
 class ConversationsConfig(Section):
     """Where conversations come from and how they become token ids."""
 
-    path: str
+    path: PathText
     """JSONL or Parquet file of conversations (`messages`, or `prompt` for regeneration)."""
     limit: PositiveInt | None = None
     """Use only the first so many conversations."""
@@ -63,7 +72,7 @@ class ConversationsConfig(Section):
     """Longest sample, in tokens; longer ones are cut at the right."""
     skip_bad: bool = False
     """Skip and count conversations that cannot be rendered, instead of stopping."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra arguments for the chat template, e.g. `{"enable_thinking": false}`."""
 
 
@@ -72,15 +81,15 @@ class RegenerateConfig(Section):
 
     target: TargetConfig
     data: ConversationsConfig
-    output: str
+    output: PathText
     """JSONL file to write, one conversation a line."""
     max_new_tokens: PositiveInt = 512
     """Longest answer, in tokens."""
     batch_size: PositiveInt = 16
     """Prompts generated at a time."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of sampling (unused at temperature 0)."""
 
 
@@ -89,9 +98,9 @@ class ExtractConfig(Section):
 
     target: TargetConfig
     data: ConversationsConfig
-    output_indices: list[int]
+    output_indices: list[LayerIndex]
     """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
-    output: str
+    output: PathText
     """Folder of the hidden-state store."""
     engine: Literal["transformers"] = "transformers"
     """What runs the target."""
@@ -183,7 +192,7 @@ class OptimSection(Section):
     """AdamW's betas."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat = 0.5
     """Gradients are clipped to this global norm."""
@@ -192,7 +201,7 @@ class OptimSection(Section):
 class TrackingSection(Section):
     """Where metrics go; the JSONL log is always written."""
 
-    wandb: Literal["off", "offline", "online"] = "off"
+    wandb: Annotated[Literal["off", "offline", "online"], _word("off")] = "off"
     """Weights & Biases mode."""
     project: str = "eagle3"
     """Weights & Biases project."""
@@ -205,15 +214,15 @@ class TrackingSection(Section):
 class TrainConfig(Section):
     """`eagle3 train`: fits a drafter on a hidden-state store."""
 
-    dataset: str
+    dataset: PathText
     """Folder of the hidden-state store."""
-    output: str
+    output: PathText
     """Run folder: config, log, checkpoints."""
-    output_indices: list[int]
+    output_indices: list[LayerIndex]
     """Layers the drafter is meant for; must be what the dataset holds."""
     target: TargetConfig | None = None
     """The target to hold the dataset's contract against (config and tokenizer are compared); optional."""
-    eval_dataset: str | None = None
+    eval_dataset: PathText | None = None
     """Held-out store; default: `eval_fraction` of the dataset."""
     eval_fraction: Fraction = 0.05
     """Share of the samples held out when `eval_dataset` is not given."""
@@ -233,9 +242,9 @@ class TrainConfig(Section):
     """Put several samples into one row of `max_length` tokens (they never attend to each other)."""
     max_length: PositiveInt = 2048
     """Longest row, in tokens; longer samples are cut at the right."""
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: Annotated[Literal["no", "bf16"], _word("no")] = "bf16"
     """Computation type; weights and moments are float32 either way."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of initial weights, hold-out and sample order."""
     eval_every: PositiveInt | None = None
     """Optimiser steps between evaluations; default: once an epoch."""
@@ -248,9 +257,9 @@ class TrainConfig(Section):
 class ServeConfig(Section):
     """`eagle3 export`: the checkpoint that a serving engine loads."""
 
-    run: str
+    run: PathText
     """Run folder to export from."""
-    output: str
+    output: PathText
     """Folder of the exported checkpoint."""
     checkpoint: str = "best"
     """`best`, `last`, or a checkpoint folder's name."""
@@ -314,14 +323,31 @@ def dump_config(config: Section) -> str:
 
 def _read_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_UniqueKeys)
+        return {} if values is None else values
     except (OSError, UnicodeDecodeError) as error:
         message = f"cannot be read: {error}"
         raise problem_error(
             str(path), "config.unreadable", message, "check the path; shipped ones are in configs/"
         ) from None
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         raise problem_error(str(path), "config.not_yaml", f"is not valid YAML: {error}", "correct that line") from None
+
+
+_YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+"""PyYAML lets through what Python says of a date or a number that cannot be, and of too deep a nesting."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice; PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _apply_override(values: dict[str, Any], item: str) -> Problem | None:
@@ -331,7 +357,7 @@ def _apply_override(values: dict[str, Any], item: str) -> Problem | None:
         return Problem(item, "config.override", "is not of the form key=value", "write e.g. optim.learning_rate=1e-4")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         return Problem(item, "config.override", f"its value is not valid YAML: {error}", "quote the value")
     node = values
     for part in parts[:-1]:
@@ -341,18 +367,12 @@ def _apply_override(values: dict[str, Any], item: str) -> Problem | None:
         if not isinstance(child, dict):
             return Problem(item, "config.override", f"{part} is not a section", "check the key with --help")
         node = child
-    node[parts[-1]] = _number(value)
+    node[parts[-1]] = float(text) if value == text.strip() and _EXPONENT.fullmatch(value) else value
     return None
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+"""YAML 1.1 reads a bare `1e-4` as a string; people mean a number. What is quoted stays a string."""
 
 
 def _problem(model: type[Section], detail: Any, where: str) -> Problem:

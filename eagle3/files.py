@@ -6,6 +6,7 @@ Standard library only. A name that ends in `.tmp` is never data: readers skip it
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 
 @contextmanager
 def explained_os_errors(path: Path) -> Iterator[None]:
-    """Turns the disk errors that users meet (full, read-only, no permission) into a named problem."""
+    """Turns errors of the file system into a named problem; those that users meet have a fix of their own."""
     try:
         yield
     except OSError as error:
@@ -34,11 +35,33 @@ def explained_os_errors(path: Path) -> Iterator[None]:
             errno.EACCES: ("disk.permission", "choose a folder that you may write to"),
             errno.EPERM: ("disk.permission", "choose a folder that you may write to"),
             errno.ENOTDIR: ("disk.not_a_folder", "a part of this path is a file: choose another folder"),
+            errno.EEXIST: ("disk.not_a_folder", "a file is where a folder is needed: choose another folder"),
         }
-        if error.errno not in kinds:
-            raise
-        kind, fix = kinds[error.errno]
-        raise problem_error(str(path), kind, f"cannot write: {error.strerror}", fix) from error
+        kind, fix = kinds.get(error.errno or 0, ("disk.error", "check the path and its file system"))
+        raise problem_error(str(path), kind, f"cannot write: {error.strerror or error}", fix) from error
+
+
+@contextmanager
+def only_writer(folder: Path, lock_file: str) -> Iterator[None]:
+    """Makes `folder` and holds a lock in it, which ends with the process.
+
+    Raises:
+        ProblemsError: kind `disk.locked`, another process holds it; or the folder cannot be written.
+    """
+    with explained_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / lock_file, "w")  # noqa: SIM115 (held until the block ends)
+    with handle:
+        _lock(handle.fileno(), folder)
+        yield
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fix = "wait for it to end, or choose another output"
+        raise problem_error(str(path), "disk.locked", "another process is writing it", fix) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -88,13 +111,17 @@ def _write_bytes(path: Path, data: bytes) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yields a fresh temporary folder beside `path` and renames it to `path` if the block succeeds.
 
-    An older `path` is replaced only after the new one is whole.
+    An older `path` is replaced only after the new one is whole; where it is a link, the folder it leads to is.
+
+    Raises:
+        ProblemsError: kinds `disk.*`; another process is writing the same folder, or the disk is full, read-only or
+            not writable.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with explained_os_errors(path):
+        path = path.resolve() if path.is_symlink() else path
+        temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        lock = _claim(temporary)
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
             yield temporary
             for file in temporary.rglob("*"):
                 if file.is_file():
@@ -112,6 +139,27 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            os.close(lock)
+
+
+def _claim(temporary: Path) -> int:
+    """Makes the folder anew, without what a kill left in it, and locks it; returns the lock's descriptor."""
+    if temporary.is_dir():
+        leftover = os.open(temporary, os.O_RDONLY)
+        try:
+            _lock(leftover, temporary)
+            shutil.rmtree(temporary)
+        finally:
+            os.close(leftover)
+    temporary.mkdir(parents=True)
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        _lock(descriptor, temporary)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_json(path: Path, what: str) -> Any:

@@ -68,9 +68,10 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     """
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a damaged file makes it raise almost anything, `Exception` itself included
         fix = "check the path; a tokenizer with its own code needs target.trust_remote_code=true (read the code first)"
-        raise problem_error(path, "tokenizer.unreadable", f"cannot load the tokenizer: {error}", fix) from error
+        message = f"cannot load the tokenizer: {type(error).__name__}: {error}"
+        raise problem_error(path, "tokenizer.unreadable", message, fix) from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -102,9 +103,12 @@ def render_prompt(
     """Ids of the messages and the generation prompt: what a server would prefill.
 
     Raises:
-        ProblemsError: kinds `chat.no_template`, `chat.template_error`.
+        ProblemsError: kinds `chat.no_template`, `chat.template_error`, `chat.empty_prompt`.
     """
-    return _Template(tokenizer, tools, template_kwargs or {}, where).ids(messages, add_generation_prompt=True)
+    ids = _Template(tokenizer, tools, template_kwargs or {}, where).ids(messages, add_generation_prompt=True)
+    if not ids:
+        raise problem_error(where, "chat.empty_prompt", "the chat template renders no token", _SKIP)
+    return ids
 
 
 def render(
@@ -214,7 +218,7 @@ class _Template:
             return self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tools=self.tools, **options, **self.kwargs
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             message = f"the chat template fails: {error}"
             raise problem_error(self.where, "chat.template_error", message, _SKIP) from error
 

@@ -104,7 +104,7 @@ def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
 def _parsed(line: str, where: str) -> tuple[str, Any]:
     try:
         return where, json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list 100,000 deep
         return where, Problem(where, "conversations.not_json", f"is not valid JSON: {error}", _FIX)
 
 
@@ -136,7 +136,9 @@ def _conversation(record: Any, where: str) -> Conversation | Problem:
         if messages[-1]["role"] != "assistant":
             return bad("answer_ids", "has answer_ids, but its last message is not the assistant's")
     try:
-        identity = record.get("id", digest_json({"messages": messages, "tools": tools}))
+        digest = digest_json({"messages": messages, "tools": tools})
+        identity = record.get("id", digest)
+        f"{identity}{source}".encode()
     except UnicodeEncodeError:
         return bad("content", "has text that is not Unicode: half of a surrogate pair")
     if not isinstance(identity, str | int) or identity == "":

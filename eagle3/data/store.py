@@ -16,7 +16,7 @@ from eagle3.data.store_check import check_store, verify
 from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_writer import StoreWriter
-from eagle3.errors import raise_problems
+from eagle3.errors import problem_error, raise_problems
 from eagle3.wiring.contract import WiringContract
 
 __all__ = ["StoreReader", "StoreWriter", "StoredSample", "verify"]
@@ -59,16 +59,27 @@ class StoreReader:
         """Sample `index` (0-based, manifest order); its tensors are mapped from disk, not loaded."""
         names = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states")
         input_ids, loss_mask, aux, last = (self._slice(index, name) for name in names)
+        self._check_ids(index, input_ids)
         return StoredSample(self.samples[index].id, input_ids, loss_mask.bool(), aux, last)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states."""
-        return self._slice(index, "input_ids"), self._slice(index, "loss_mask").bool()
+        input_ids = self._slice(index, "input_ids")
+        self._check_ids(index, input_ids)
+        return input_ids, self._slice(index, "loss_mask").bool()
 
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
         tensors = load_file(self.folder / TARGET_HEAD_FILE)
         return {"lm_head.weight": tensors["embed_tokens.weight"], **tensors}
+
+    def _check_ids(self, index: int, input_ids: torch.Tensor) -> None:
+        """An id outside the vocabulary would fail far from here, on a GPU without saying where."""
+        if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.contract.vocab_size:
+            where = f"{self.folder / self._places[index][0]}: sample {self.samples[index].id!r}"
+            message = f"has token ids outside 0 to {self.contract.vocab_size - 1}: the shard is damaged"
+            fix = "see `eagle3 data verify`; delete that shard and run `eagle3 extract` again"
+            raise problem_error(where, "store.ids_out_of_range", message, fix)
 
     def _slice(self, index: int, name: str) -> torch.Tensor:
         file, row = self._places[index]

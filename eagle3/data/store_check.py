@@ -197,7 +197,7 @@ def _check_values(
 def _value_faults(file: Any, row: int, end: int, sample: SampleInfo, contract: WiringContract) -> list[tuple[str, str]]:
     ids, mask = file.get_slice("input_ids")[row:end], file.get_slice("loss_mask")[row:end]
     faults = []
-    if ids.min() < 0 or ids.max() >= contract.vocab_size:
+    if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
         message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
         faults.append(("ids_out_of_range", message))
     if mask.max() > 1:

@@ -71,11 +71,11 @@ class StoreWriter:
             self._lock = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (held until close)
         try:
             self._take_lock()
+            raise_problems(check_output(self.folder))
             _remove_temporary_files(self.folder)
             if (self.folder / MANIFEST_FILE).exists():
                 self._manifest = self._resumed(contract, _json(settings), target_head)
             else:
-                raise_problems(_check_new(self.folder))
                 head = _write_target_head(self.folder, target_head)
                 self._manifest = Manifest(
                     contract, _json(settings), _json(target_config), head, provenance=_json(provenance or {})
@@ -192,13 +192,20 @@ def _check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> l
     return problems
 
 
-def _check_new(folder: Path) -> list[Problem]:
-    """Shards without a manifest are somebody's data: a killed writer never leaves that."""
-    shards = shard_files(folder)
-    if not shards:
+def check_output(folder: Path) -> list[Problem]:
+    """Finds a folder that is neither new nor a store: what is in it is somebody's, so nothing is written there."""
+    if not folder.exists() or (folder / MANIFEST_FILE).exists():
         return []
-    message = f"has {len(shards)} shards, but no {MANIFEST_FILE}"
-    return [Problem(str(folder), "store.manifest_missing", message, "restore the manifest, or use an empty folder")]
+    if not folder.is_dir():
+        return [Problem(str(folder), "store.not_a_store", "is a file, expected a folder", "use another output")]
+    if shards := shard_files(folder):  # a killed writer never leaves that
+        message = f"has {len(shards)} shards, but no {MANIFEST_FILE}"
+        return [Problem(str(folder), "store.manifest_missing", message, "restore the manifest, or use an empty folder")]
+    ours = {LOCK_FILE, TARGET_HEAD_FILE, *(path.name for path in _temporary_files(folder))}
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in ours):
+        message = f"is no hidden-state store, and holds {', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}"
+        return [Problem(str(folder), "store.not_a_store", message, "use an empty or a new folder as output")]
+    return []
 
 
 def _write_target_head(folder: Path, head: Mapping[str, torch.Tensor]) -> FileInfo:
@@ -218,8 +225,14 @@ def _same_head(folder: Path, head: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _remove_temporary_files(folder: Path) -> None:
-    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+    for path in _temporary_files(folder):
         path.unlink()
+
+
+def _temporary_files(folder: Path) -> list[Path]:
+    """What a killed writer may have left half-written."""
+    names = (MANIFEST_FILE, TARGET_HEAD_FILE, "shard-*.safetensors")
+    return [path for name in names for path in folder.glob(f"{name}{TEMPORARY_SUFFIX}") if path.is_file()]
 
 
 def setting_differences(stored: dict[str, Any], given: dict[str, Any], where: str) -> list[Problem]:

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 _CODES = {
     torch.float32: "F32",
@@ -41,6 +45,20 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]],
             handle.write(block)
             digest.update(block)
     return f"sha256:{digest.hexdigest()}"
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """`safetensors.torch.save_file`, which hides what the file system says in an error of its own.
+
+    Raises:
+        OSError: the disk is full, or another failure of the file system.
+    """
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        if found := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise
 
 
 def _blocks(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

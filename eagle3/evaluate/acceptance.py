@@ -27,6 +27,7 @@ from eagle3.draft.loss import active_terms
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import draft_matches
 from eagle3.draft.vocab import DraftVocab
+from eagle3.errors import problem_error
 
 Span = tuple[int, int]
 RESAMPLES = 1000
@@ -161,6 +162,11 @@ def acceptance(
         samples = [reader.read(index) for index in group]
         batch = collate([[sample] for sample in samples], max(len(sample.input_ids) for sample in samples))
         batch = batch.to(device)
+        if not torch.isfinite(batch.aux).all():
+            names = ", ".join(sample.id for sample in samples if not torch.isfinite(sample.aux_hidden_states).all())
+            message = f"NaN or infinity in the hidden states of {names}; a drafter's NaN would count as a miss"
+            fix = "see `eagle3 data verify`; delete that shard and run `eagle3 extract` again"
+            raise problem_error(str(reader.folder), "store.non_finite", message, fix)
         matches = draft_matches(model, batch, vocab, steps)
         active = active_terms(batch.loss_mask, batch.document_ids, steps, "served")
         hits += matches.sum((1, 2)).cpu()

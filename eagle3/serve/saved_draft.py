@@ -94,7 +94,7 @@ def find_checkpoint(run: Path, checkpoint: str) -> Path:
     found = list_checkpoints(run)
     name = checkpoint
     if checkpoint == "best" and found:
-        name = str(read_json_object(run / "best.json", "which checkpoint is best; `last` needs none")["checkpoint"])
+        name = str(read_json_object(run / "best.json", "which checkpoint is best; `last` needs none").get("checkpoint"))
     elif checkpoint == "last" and found:
         name = found[-1].name
     folder = checkpoints_folder(run) / name

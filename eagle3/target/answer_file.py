@@ -26,12 +26,15 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if path.is_dir() or not path.name:
+            fix = "give the name of a .jsonl file"
+            raise problem_error(str(path), "regenerate.output", "is a folder, expected a file", fix)
         self.path = path
         self._partial = path.with_name(f"{path.name}.partial")
         sidecar = path.with_name(f"{path.name}.settings.json")
         with explained_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = open(self._partial, "ab+")  # noqa: SIM115 (held until the block ends)
+            self._handle = open(self._partial, "ab+", buffering=0)  # noqa: SIM115 (held until the block ends)
         try:
             self._lock()
             if sidecar.exists():
@@ -51,8 +54,9 @@ class AnswerFile:
         """Adds answers; when it returns, they are on disk."""
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         with explained_os_errors(self.path):
-            self._handle.write(text.encode())
-            self._handle.flush()
+            left = memoryview(text.encode())
+            while left:  # unbuffered: a full disk must not fail once more when the file is closed
+                left = left[self._handle.write(left) :]
             os.fsync(self._handle.fileno())
         self.lines.update((line["id"], dict(line)) for line in lines)
 
@@ -90,8 +94,10 @@ def _read_lines(path: Path) -> dict[str, dict[str, Any]]:
     for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
         try:
             line = json.loads(text)
+            if line["finish"] not in ("stop", "length") or not isinstance(line["answer_ids"], list):
+                raise TypeError
             lines[line["id"]] = line
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             message = "is not an answer; the file was changed or damaged"
             raise problem_error(f"{path}:{number}", "regenerate.damaged", message, "remove that line") from None
     return lines

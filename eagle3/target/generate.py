@@ -38,10 +38,11 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """
     assert model.generation_config is not None
     value = model.generation_config.eos_token_id
-    if value is None:
-        message = "names no eos_token_id, so no answer would ever end"
-        raise problem_error("generation_config.json", "target.no_eos", message, "add it to the target's folder")
-    return tuple(sorted({value} if isinstance(value, int) else set(value)))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not ids or not all(type(item) is int and 0 <= item < model.config.vocab_size for item in ids):
+        message = f"names the eos_token_id {value!r}, which is no token, so no answer would ever end"
+        raise problem_error("generation_config.json", "target.no_eos", message, "correct it in the target's folder")
+    return tuple(sorted(set(ids)))
 
 
 @torch.inference_mode()
@@ -64,12 +65,15 @@ def generate(
             answer is cut at the first stop token that was generated.
         temperature: 0 or above.
         seeds: of each prompt, so that its sample does not depend on the prompts beside it.
+
+    Raises:
+        ProblemsError: kind `target.not_finite`; the target computes NaN.
     """
     width = max(len(prompt) for prompt in prompts)
     pad = stop_ids[0]
     rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    processors = LogitsProcessorList([_Sampling(temperature, seeds)] if temperature else [])
+    processors = LogitsProcessorList([_Finite(), *([_Sampling(temperature, seeds)] if temperature else [])])
     with _plain_generation(model, stop_ids, pad):
         output = cast(Any, model).generate(
             torch.tensor(rows, device=model.device),
@@ -92,6 +96,16 @@ def _cut(answer: list[int], stop_ids: Sequence[int]) -> Generated:
         if token in stop_ids:
             return Generated(answer[: place + 1], "stop")
     return Generated(answer, "length")
+
+
+class _Finite(LogitsProcessor):
+    """Refuses NaN, of which argmax would make an answer without a word."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if scores.isnan().any():
+            fix = "check that the checkpoint is whole; float16 may be too narrow for it (target.dtype)"
+            raise problem_error("target", "target.not_finite", "its logits hold NaN", fix)
+        return scores
 
 
 class _Sampling(LogitsProcessor):

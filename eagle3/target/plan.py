@@ -21,7 +21,7 @@ from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare
 from eagle3.data.conversations import load_conversations
 from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
-from eagle3.data.store_writer import setting_differences
+from eagle3.data.store_writer import check_output, setting_differences
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.identity import conversations_digest, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
@@ -178,7 +178,9 @@ def check_disk(plan: ExtractPlan) -> None:
 
 
 def check_resume(plan: ExtractPlan) -> bool:
-    """Refuses another run's store before the target is loaded; `StoreWriter` checks again under its lock.
+    """Refuses another run's store, and a folder that is none, before the target is loaded.
+
+    `StoreWriter` checks again under its lock.
 
     Returns:
         True if the store is whole and holds every sample already.
@@ -186,6 +188,7 @@ def check_resume(plan: ExtractPlan) -> bool:
     Raises:
         ProblemsError: every difference in contract and settings.
     """
+    raise_problems(check_output(plan.folder))
     if not (plan.folder / MANIFEST_FILE).exists():
         return False
     manifest, where = load_manifest(plan.folder), str(plan.folder)

@@ -19,6 +19,7 @@ LOADING: Any = {
     "ignore_mismatched_sizes": True,
     "local_files_only": True,
     "trust_remote_code": False,
+    "use_safetensors": True,  # never a pickle
 }
 
 

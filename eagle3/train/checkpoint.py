@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
 
@@ -98,7 +99,7 @@ def save_checkpoint(
     folder = checkpoints_folder(run) / checkpoint_name(state.step)
     with atomic_folder(folder) as temporary:
         for name, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, optimizer)):
-            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
+            save_tensors({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": sizes}
         write_json_atomic(temporary / STATE_FILE, header | asdict(state))
@@ -125,6 +126,9 @@ def load_state(folder: Path) -> TrainState:
     if values["format_version"] != FORMAT_VERSION:
         message = f"format_version is {values['format_version']}, expected {FORMAT_VERSION}"
         raise problem_error(str(folder / STATE_FILE), "checkpoint.format", message, "use the release that wrote it")
+    if wrong := _wrong_values(values, folder):
+        message = f"cannot be: {', '.join(f'{key} {values[key]!r}' for key in wrong)}"
+        raise problem_error(str(folder / STATE_FILE), "checkpoint.damaged", message, _fix(folder))
     problems = [
         Problem(str(folder / name), "checkpoint.damaged", f"has {size} bytes, expected {expected_size}", _fix(folder))
         for name, expected_size in values["files"].items()
@@ -180,6 +184,27 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         for index, parameter in enumerate(parameters)
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _wrong_values(values: Mapping[str, Any], folder: Path) -> list[str]:
+    """Keys of `state.json` that hold what no run writes."""
+    wrong = [key for key in ("step", "skipped", "processes") if type(values[key]) is not int or values[key] < 0]
+    if not wrong and folder.name != checkpoint_name(values["step"]):
+        wrong.append("step")
+    if not isinstance(values["files"], dict) or set(values["files"]) != {WEIGHTS_FILE, OPTIMIZER_FILE}:
+        wrong.append("files")
+    if not _is_best(values["best"]):
+        wrong.append("best")
+    return wrong
+
+
+def _is_best(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or set(value) != {field.name for field in fields(Best)}:
+        return False
+    numbers = (value["acceptance_length"], value["loss"])
+    return isinstance(value["checkpoint"], str) and all(type(item) in (int, float, type(None)) for item in numbers)
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.train.checkpoint import TrainState, checkpoints_folder
+from eagle3.train.checkpoint import TrainState, checkpoint_name, checkpoints_folder
 from eagle3.train.tracking import LOG_FILE, Record, read_log
 
 
@@ -52,7 +52,7 @@ class TrainResult:
 
 def read_result(run: Path, state: TrainState, is_main_process: bool) -> TrainResult:
     """The result of the run that ended in `state`."""
-    assert state.best is not None
+    best = state.best.checkpoint if state.best is not None else checkpoint_name(state.step)
     records = read_log(run / LOG_FILE)
     losses = _numbers(records, "train", "loss")
     lengths = _numbers(records, "eval", "acceptance_length")
@@ -66,7 +66,7 @@ def read_result(run: Path, state: TrainState, is_main_process: bool) -> TrainRes
         step_accuracy=[_number(value) for value in accuracies[-1]] if accuracies else [],
         acceptance_length_before=lengths[0],
         acceptance_length=lengths[-1],
-        best_checkpoint=checkpoints_folder(run) / state.best.checkpoint,
+        best_checkpoint=checkpoints_folder(run) / best,
         is_main_process=is_main_process,
     )
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from eagle3.config import Section, TrackingSection, TrainConfig, dump_config, load_config
+from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, write_atomic, write_json_atomic, write_text_atomic
 from eagle3.train.checkpoint import TrainState, list_checkpoints, load_state
@@ -20,6 +19,7 @@ DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 TARGET_CONFIG_FILE = "target_config.json"
 PROVENANCE_FILE = "provenance.json"
 BEST_FILE = "best.json"
+LOCK_FILE = "writer.lock"
 
 _MAY_CHANGE = {
     "dataset",
@@ -38,7 +38,9 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
         ProblemsError: the folder is something else, or another run (every difference is listed), or its newest
             checkpoint is damaged.
     """
-    if not run.exists() or all(path.name.endswith(TEMPORARY_SUFFIX) for path in run.iterdir()):
+    if run.exists() and not run.is_dir():
+        raise problem_error(str(run), "run.not_a_run", "is a file, expected a folder", "choose another output folder")
+    if not run.exists() or all(path.name.endswith((TEMPORARY_SUFFIX, LOCK_FILE)) for path in run.iterdir()):
         return None
     if not (run / CONFIG_FILE).exists():
         message = f"is not empty and has no {CONFIG_FILE}: not a run"
@@ -62,7 +64,7 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
     write_json_atomic(run / DRAFT_CONFIG_FILE, setup.module.model.config.to_dict())
     write_json_atomic(run / TARGET_CONFIG_FILE, setup.samples.train.reader.target_config)
     tables = {"d2t": setup.vocab.d2t, "t2d": setup.vocab.t2d}
-    write_atomic(run / DRAFT_VOCAB_FILE, lambda path: save_file(tables, path))
+    write_atomic(run / DRAFT_VOCAB_FILE, lambda path: save_tensors(tables, path))
     write_json_atomic(run / PROVENANCE_FILE, provenance)
 
 

@@ -22,11 +22,11 @@ from eagle3.draft.loss import LastHiddenKind, TargetHead
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
-from eagle3.errors import Problem, raise_problems
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.resolve import find_target
 from eagle3.train.samples import Samples, select_samples
 from eagle3.wiring.contract import WiringContract, config_digest
-from eagle3.wiring.layers import check_output_indices
+from eagle3.wiring.layers import check_output_indices, is_int
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,12 @@ def choose_vocab(draft: DraftSection, samples: Samples, reader: StoreReader) -> 
     if draft.draft_vocab_size is None:
         return DraftVocab.full(reader.contract.vocab_size), 1.0
     counts = count_supervised(reader, samples.train.indices)
-    vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, reader.settings["keep_ids"])
+    keep_ids = reader.settings.get("keep_ids")
+    if not isinstance(keep_ids, list) or not all(is_int(item) and abs(item) < 2**63 for item in keep_ids):
+        message = f"settings.keep_ids is {str(keep_ids)[:60]}, expected the special tokens' ids"
+        fix = "restore the manifest, or extract again into an empty folder"
+        raise problem_error(str(reader.folder), "store.keep_ids", message, fix)
+    vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, keep_ids)
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 
 

@@ -65,12 +65,15 @@ def read_log(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        fix = "delete that line, or choose another output folder"
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            fix = "delete that line, or choose another output folder"
+            record = json.loads(line)
+        except ValueError as error:
             raise problem_error(f"{path}, line {number}", "log.not_json", f"is not JSON: {error}", fix) from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int or "kind" not in record:
+            raise problem_error(f"{path}, line {number}", "log.not_json", "is no record of kind and step", fix)
+        records.append(record)
     return records
 
 

@@ -64,3 +64,30 @@ def test_help_lists_the_config_keys(capsys: pytest.CaptureFixture[str], command:
 
     assert code == 0
     assert key in out
+
+
+@pytest.mark.parametrize("command", ["export", "evaluate", "verify", "explain"])
+def test_a_name_that_the_file_system_refuses_is_a_message(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    name = str(tmp_path / ("a" * 300))
+    args = {
+        "export": ("export", "--run", "/nowhere", "--output", name),
+        "evaluate": ("evaluate", "--checkpoint", name, "--dataset", "/nowhere"),
+        "verify": ("data", "verify", name),
+        "explain": ("wiring", "explain", "--target", name, "--layers", "1"),
+    }
+    code, _, err = run(capsys, *args[command])
+    assert code == 2
+    assert "File name too long" in err
+
+
+def test_tiny_kimi_overwrites_nothing_but_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "tiny-kimi", "--output", str(tmp_path))[0] == 0
+    assert run(capsys, "tiny-kimi", "--output", str(tmp_path))[0] == 0
+    (tmp_path / "prompts.jsonl").write_text("mine")
+    (tmp_path / "target" / "config.json").write_text("{}")
+    code, _, err = run(capsys, "tiny-kimi", "--output", str(tmp_path))
+    assert (code, err.count("tiny.output")) == (2, 2)
+    assert (tmp_path / "prompts.jsonl").read_text() == "mine"
+    assert (tmp_path / "target" / "config.json").read_text() == "{}"

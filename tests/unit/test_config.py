@@ -137,3 +137,67 @@ def test_dumped_config_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", MODELS.values())
 def test_every_field_has_help(model: type[Section]) -> None:
     assert [key for key, _, text in field_help(model) if not text] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: 2024-13-45",
+        "seed: !!int abc",
+        "a: !!timestamp abc",
+        "a: " + "[" * 3000,
+        "seed: " + "9" * 5000,
+        "epochs: 1\nepochs: 2",
+        "optim: {eps: 1.0, eps: 2.0}",
+    ],
+)
+def test_yaml_that_python_cannot_hold_or_that_says_a_thing_twice_is_not_yaml(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ProblemsError, match=r"config\.not_yaml"):
+        load_config(TrainConfig, path)
+
+
+def test_a_merge_key_is_no_repeated_key(tmp_path: Path) -> None:
+    path = tmp_path / "merge.yaml"
+    path.write_text("draft: {rope: &r {rope_theta: 5.0}}\noptim: {<<: {eps: 1.0}, eps: 2.0}\n")
+    assert load_config(TrainConfig, path, MINIMAL).optim.eps == 2.0
+
+
+def test_an_override_is_a_date_that_cannot_be() -> None:
+    with pytest.raises(ProblemsError, match=r"config\.override"):
+        load_config(TrainConfig, None, [*MINIMAL, "seed=2024-13-45"])
+
+
+def test_a_quoted_number_stays_a_text_and_a_bare_exponent_is_a_number() -> None:
+    overrides = [*MINIMAL, 'output="123"', "dataset='1e5'", "optim.learning_rate=1e-4"]
+    config = load_config(TrainConfig, None, overrides)
+    assert (config.output, config.dataset, config.optim.learning_rate) == ("123", "1e5", 1e-4)
+
+
+def test_no_and_off_are_the_words_they_look_like() -> None:
+    config = load_config(TrainConfig, None, [*MINIMAL, "mixed_precision=no", "tracking.wandb=off"])
+    assert (config.mixed_precision, config.tracking.wandb) == ("no", "off")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "output=''",
+        "eval_dataset=''",
+        "seed=9223372036854775808",
+        "output_indices=[true, 3, 5]",
+        "output_indices=['2', 3, 5]",
+        "optim.weight_decay=.inf",
+    ],
+)
+def test_a_value_that_would_be_taken_for_another_is_refused(item: str) -> None:
+    with pytest.raises(ProblemsError, match=r"config\.value"):
+        load_config(TrainConfig, None, [*MINIMAL, item])
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "!!binary aGk="])
+def test_template_arguments_are_json(value: str) -> None:
+    overrides = ["target.path=t", "data.path=d", "output=o", f"data.chat_template_kwargs={{a: {value}}}"]
+    with pytest.raises(ProblemsError, match=r"config\.value"):
+        load_config(RegenerateConfig, None, overrides)

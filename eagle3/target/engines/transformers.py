@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -42,9 +41,10 @@ def load_model(files: TargetFiles, target: TargetConfig) -> PreTrainedModel:
     try:
         with _quiet():
             model, info = files.spec.load(files.folder, getattr(torch, target.dtype))
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        message = f"cannot be loaded: {error}"
-        raise problem_error(where, "target.cannot_load", message, "check that the checkpoint is whole") from error
+    except Exception as error:  # a damaged config.json or weights file makes Transformers raise almost anything
+        message = f"cannot be loaded: {type(error).__name__}: {error}"
+        fix = "check that the checkpoint is whole, with weights as safetensors"
+        raise problem_error(where, "target.cannot_load", message, fix) from error
     fix = "download the checkpoint again, or correct its config.json"
     raise_problems(
         Problem(where, f"target.{kind}_weights", f"{len(info[key])} weights are {kind}: {_some(info[key])}", fix)

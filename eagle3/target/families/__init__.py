@@ -19,7 +19,7 @@ def find_spec(model_type: object, where: str) -> TargetSpec:
     Raises:
         ProblemsError: kind `target.unsupported`, naming the types that are supported.
     """
-    if model_type in SPECS:
-        return SPECS[str(model_type)]
+    if isinstance(model_type, str) and model_type in SPECS:
+        return SPECS[model_type]
     message = f"model_type is {model_type!r}, supported are {', '.join(sorted(SPECS))}"
     raise problem_error(where, "target.unsupported", message, "add a TargetSpec to eagle3/target/families")

@@ -192,3 +192,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert [item.id for item in load(jsonl(tmp_path, talk(id="old")))] == ["old"]
     assert [item.id for item in load(jsonl(tmp_path, talk(id="new")))] == ["new"]
+
+
+def test_json_that_python_cannot_hold_is_a_bad_record(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, '{"id": ' + "9" * 5000 + "}", "[" * 100_000 + "]" * 100_000, talk())
+    with pytest.raises(ProblemsError) as error:
+        load(path)
+    assert kinds(error.value) == ["conversations.not_json"] * 2
+    assert len(load(path, skip_bad=True)) == 1
+
+
+@pytest.mark.parametrize("key", ["id", "source"])
+def test_half_of_a_surrogate_pair_is_refused_outside_messages_too(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ProblemsError) as error:
+        load(jsonl(tmp_path, talk(**{key: "\ud800"})))
+    assert kinds(error.value) == ["conversations.content"]

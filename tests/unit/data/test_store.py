@@ -376,3 +376,34 @@ def test_an_error_in_the_block_gives_the_lock_back(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     with writer(tmp_path / "store") as store:
         assert store.completed == {"a"}
+
+
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    for name in ("config.json", "thesis.tmp"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ProblemsError, match=r"holds config\.json, thesis\.tmp") as error:
+        writer(tmp_path)
+    assert kinds(error.value) == ["store.not_a_store"]
+    assert {path.name for path in tmp_path.iterdir()} - {"writer.lock"} == {"config.json", "thesis.tmp"}
+
+
+def test_what_a_killed_start_leaves_is_no_foreign_folder(tmp_path: Path) -> None:
+    for name in ("writer.lock", "target_head.safetensors", "manifest.json.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    writer(tmp_path).close()
+    assert names(tmp_path) == ["manifest.json", "target_head.safetensors", "writer.lock"]
+
+
+@pytest.mark.parametrize("value", [VOCAB, -1])
+def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, value: int) -> None:
+    folder = make_store(tmp_path / "store")
+    path = folder / "shard-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin : begin + 4] = value.to_bytes(4, "little", signed=True)
+    path.write_bytes(data)
+    reader = StoreReader(folder)
+    for read in (reader.read, reader.read_tokens):
+        with pytest.raises(ProblemsError, match="'s0'") as error:
+            read(0)
+        assert kinds(error.value) == ["store.ids_out_of_range"]

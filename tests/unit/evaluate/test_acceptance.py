@@ -13,6 +13,7 @@ from eagle3.data.store import StoreReader
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocab
+from eagle3.errors import ProblemsError
 from eagle3.evaluate.acceptance import (
     AcceptanceResult,
     Walk,
@@ -212,3 +213,16 @@ def test_result_is_plain_data(tmp_path: Path) -> None:
     model = make_model()
     result = acceptance(model, make_reader(tmp_path, model, MASKS[:1]), VOCABULARY, 2)
     assert isinstance(result, AcceptanceResult) and all(isinstance(item, float) for item in result.step_accuracy)
+
+
+def test_states_that_are_not_finite_are_refused_by_name_instead_of_counted_as_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    reader = make_reader(tmp_path, model)
+    read = reader.read
+    monkeypatch.setattr(
+        reader, "read", lambda index: replace(read(index), aux_hidden_states=read(index).aux_hidden_states * math.nan)
+    )
+    with pytest.raises(ProblemsError, match=rf"store\.non_finite.*{reader.samples[0].id}"):
+        acceptance(model, reader, VOCABULARY, 2)

@@ -113,3 +113,18 @@ def test_samples_follow_the_targets_distribution(tiny_target: TinyTarget) -> Non
     assert (found - expected).abs().sum() / 2 < 0.1
     greedy = torch.nn.functional.one_hot(expected.argmax(), 512)
     assert (greedy - expected).abs().sum() / 2 > 0.3, "a flat test would pass for greedy too"
+
+
+@pytest.mark.parametrize("value", [[], "x", [1.5], -1, 512])
+def test_an_eos_that_is_no_token_is_refused(tiny_target: TinyTarget, value: object) -> None:
+    model = make_engine(tiny_target("llama"), [0]).model
+    model.generation_config.eos_token_id = value
+    with pytest.raises(ProblemsError, match=r"target\.no_eos"):
+        eos_ids(model)
+
+
+def test_a_target_that_computes_nan_is_refused_and_gives_no_answer(tiny_target: TinyTarget) -> None:
+    model = make_engine(tiny_target("llama"), [0]).model
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(ProblemsError, match=r"target\.not_finite"):
+        run(model, SHARED_PREFIX_BATCH, [511])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,3 +224,24 @@ def test_answers_that_are_done_are_not_given_again(cfg: RegenerateConfig) -> Non
     assert whole.keys() == {prompt.id for prompt in prompts}
     done = frozenset(["p2", "p4", "p9"])
     assert answers(done) == {name: ids for name, ids in whole.items() if name not in done}
+
+
+def test_a_full_disk_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError, match=r"disk\.full"), AnswerFile(tmp_path / "out.jsonl", {}) as output:
+        with open("/dev/full", "ab") as full:
+            os.dup2(full.fileno(), output._handle.fileno())
+        output.append([{"id": "a", "answer_ids": [1], "finish": "stop"}])
+
+
+@pytest.mark.parametrize("name", [".", ""])
+def test_a_folder_as_output_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProblemsError, match=r"regenerate\.output"):
+        AnswerFile(tmp_path / name, {})
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}.*")) == []
+
+
+def test_a_prompt_without_a_token_is_refused(cfg: RegenerateConfig, tmp_path: Path) -> None:
+    folder = shutil.copytree(cfg.target.path, tmp_path / "target")
+    (folder / "chat_template.jinja").write_text("{{ '' }}")
+    with pytest.raises(ProblemsError, match=r"chat\.empty_prompt"):
+        run_regenerate(regenerate_config(folder, Path(cfg.data.path), tmp_path / "out.jsonl"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Kimi_K25ForConditionalGeneration, PreTrainedModel
 
+from eagle3.data.chat import load_tokenizer
 from eagle3.errors import ProblemsError
 from eagle3.target.capture import Capture, capture_samples
 from eagle3.target.tiny import make_tiny_llama
@@ -155,3 +158,30 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
         ProblemsError, match=r"target\.mismatched_weights.*lm_head\.weight \[500, 64\], not \[512, 64\]"
     ):
         make_engine(folder, [1])
+
+
+def test_pickled_weights_are_never_read(tiny_target: TinyTarget, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_target("llama"), tmp_path / "target")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ProblemsError, match=r"target\.cannot_load"):
+        make_engine(folder, [0])
+
+
+@pytest.mark.parametrize("change", [{"rope_parameters": 5}, {"pad_token_id": 10**6}, {"hidden_act": {}}])
+def test_a_config_that_transformers_cannot_take_is_a_named_problem(
+    tiny_target: TinyTarget, tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = shutil.copytree(tiny_target("llama"), tmp_path / "target")
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(ProblemsError, match=r"target\.cannot_load"):
+        make_engine(folder, [0])
+
+
+@pytest.mark.parametrize("text", ["{}", "null", '{"model": {"type": "other"}}', "["])
+def test_a_damaged_tokenizer_is_a_named_problem(tiny_target: TinyTarget, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(tiny_target("llama"), tmp_path / "target")
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ProblemsError, match=r"tokenizer\.unreadable"):
+        load_tokenizer(str(folder))

@@ -1,3 +1,5 @@
+import errno
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -6,7 +8,9 @@ from torch import nn
 
 import eagle3.train.checkpoint as checkpoint
 from eagle3.config import OptimSection
+from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import ProblemsError
+from eagle3.files import read_json, write_json_atomic
 from eagle3.train.checkpoint import (
     Best,
     TrainState,
@@ -95,7 +99,7 @@ def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
     with pytest.raises(ProblemsError, match=r"disk\.full"):
         save(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
@@ -108,3 +112,33 @@ def test_newest_and_best_are_kept_and_leftovers_cleared(tmp_path: Path) -> None:
     remove_old_checkpoints(tmp_path, keep=2, best="step-00000002")
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", "1"), ("step", 2), ("skipped", -1), ("processes", None), ("files", {}), ("files", "x")]
+    + [("best", value) for value in ("x", {}, {"checkpoint": 1, "acceptance_length": None, "loss": None})],
+)
+def test_a_state_that_no_run_writes_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    file = save(tmp_path, 1) / "state.json"
+    write_json_atomic(file, {**read_json(file, "state"), key: value})
+    with pytest.raises(ProblemsError, match=rf"checkpoint\.damaged.*state\.json: cannot be: {key}"):
+        load_checkpoint(file.parent)
+
+
+def test_an_error_of_the_file_system_is_an_os_error_although_safetensors_hides_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        save_tensors({"a": torch.zeros(1)}, tmp_path / "absent" / "a.safetensors")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_a_disk_that_is_really_full_leaves_no_checkpoint(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        with pytest.raises(ProblemsError, match=r"disk\.full"):
+            save_checkpoint(tmp_path, {"a": torch.zeros(1 << 16)}, {}, TrainState(1, 0, 1, "sha256:0"))
+        assert not list((tmp_path / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import eagle3.data.loader as loader
 from eagle3.config import TrainConfig, dump_config
 from eagle3.errors import ProblemsError
-from eagle3.files import read_json
+from eagle3.files import only_writer, read_json
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
@@ -100,14 +100,14 @@ def test_killed_anywhere_it_goes_on_as_if_nothing_had_happened(store: Path, tmp_
 def test_killed_in_the_middle_of_a_checkpoint_it_goes_on_from_the_one_before(store: Path, tmp_path: Path) -> None:
     kill_in_third_checkpoint = (
         "import eagle3.train.checkpoint as checkpoint\n"
-        "original, calls = checkpoint.save_file, []\n"
-        "def save_file(tensors, path):\n"
+        "original, calls = checkpoint.save_tensors, []\n"
+        "def save_tensors(tensors, path):\n"
         "    original(tensors, path)\n"
         "    calls.append(path)\n"
         "    if len(calls) == 6:\n"
         "        os.truncate(path, path.stat().st_size // 2)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "checkpoint.save_file = save_file\n"
+        "checkpoint.save_tensors = save_tensors\n"
     )
     config = config_for(store, tmp_path / "run")
     child = start_child(config, tmp_path, kill_in_third_checkpoint)
@@ -242,3 +242,17 @@ def test_bf16_resumes_exactly_too(store: Path, tmp_path: Path, monkeypatch: pyte
     run_training(config_for(store, tmp_path / "run", mixed_precision="bf16"))
     run_training(config_for(store, tmp_path / "whole", mixed_precision="bf16"))
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_second_trainer_in_the_same_run_is_refused(store: Path, tmp_path: Path) -> None:
+    config = config_for(store, tmp_path / "run")
+    with only_writer(tmp_path / "run", "writer.lock"), pytest.raises(ProblemsError, match=r"disk\.locked"):
+        run_training(config)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["writer.lock"]
+    run_training(config)  # what a killed start leaves is no other run
+
+
+def test_a_file_as_output_is_refused(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ProblemsError, match=r"run\.not_a_run.*is a file"):
+        run_training(config_for(store, tmp_path / "run"))

@@ -29,7 +29,7 @@ def test_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    (tmp_path / "log.jsonl").write_text('{"kind": "skip", "step": 1}\nnonsense\n')
     with pytest.raises(ProblemsError, match=r"line 2"):
         read_log(tmp_path / "log.jsonl")
 
@@ -46,3 +46,10 @@ def test_wandb_offline_writes_into_the_run_folder(tmp_path: Path) -> None:
     tracker.log("train", 1, loss=1.0, step_accuracy=[0.5, None])
     tracker.close()
     assert len(list((tmp_path / "wandb").glob("offline-run-*/run-abcdef.wandb"))) == 1
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{}", b"null", b"\xff", b'{"kind": "eval", "step": "1"}'])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "log.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ProblemsError, match=r"line 1"):
+        read_log(tmp_path / "log.jsonl")
