@@ -161,12 +161,12 @@ def _layout_problems(path: Path, header: Header) -> list[Problem]:
     problems, end = [], 0
     for name, info in sorted(header.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != end:
-            kind = "overlap" if info.begin < end else "gap"
+            kind = "safetensors.overlap" if info.begin < end else "safetensors.gap"
             message = f"{name} begins at byte {info.begin}, the tensor before it ends at {end}"
-            problems.append(Problem(str(path), f"safetensors.{kind}", message, _RESTORE))
+            problems.append(Problem(str(path), kind, message, _RESTORE))
         end = max(end, info.end)
     if (expected := header.data_start + end) != header.file_bytes:
-        kind = "truncated" if header.file_bytes < expected else "too_long"
+        kind = "safetensors.truncated" if header.file_bytes < expected else "safetensors.too_long"
         message = f"has {header.file_bytes} bytes, its header accounts for {expected}"
-        problems.append(Problem(str(path), f"safetensors.{kind}", message, _RESTORE))
+        problems.append(Problem(str(path), kind, message, _RESTORE))
     return problems
