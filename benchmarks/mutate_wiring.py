@@ -57,13 +57,20 @@ class Mutant:
 def mutants(file: Path) -> Iterator[Mutant]:
     """Every mutant of one file, in the order of its lines."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
+    unused = {id(part) for node in ast.walk(tree) for part in annotations(node)}
     for number, node in enumerate(ast.walk(tree)):
-        for place, what in enumerate(changes(node)):
+        for place, what in enumerate([] if id(node) in unused else changes(node)):
             mutated = copy.deepcopy(tree)
             twin = next(other for index, other in enumerate(ast.walk(mutated)) if index == number)
             apply(twin, place)
             line = getattr(node, "lineno", 0)
             yield Mutant(file.name, f"line {line}, {number}.{place}: {what}", ast.unparse(mutated))
+
+
+def annotations(node: ast.AST) -> Iterator[ast.AST]:
+    """Every part of this node's own type annotations, which do nothing when the code runs."""
+    for expression in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+        yield from ast.walk(expression) if expression is not None else ()
 
 
 def changes(node: ast.AST) -> list[str]:

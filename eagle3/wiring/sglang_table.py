@@ -32,20 +32,18 @@ class _Span:
     rule: Rule = Rule.OUTPUT_INDEX
 
 
-def _family(family: str, file: str, *spans: _Span, before: str = "", why: str = "") -> Iterator[Convention]:
+def _family(family: str, file: str, *spans: _Span, before: str, why: str = "") -> Iterator[Convention]:
     """A family's rows; `before` is the last release without support, `why` says what it lacks."""
-    source = f"sglang/srt/models/{file}, {_SETTER}"
-    if before:
-        reason = f"{why or f'its target class has no {_SETTER}'} up to SGLang {before}"
-        yield Convention(
-            "sglang", family, BEGINNING, before, Rule.OUTPUT_INDEX, source, READ, unsupported=reason, embedding=False
-        )
+    row = Convention(
+        "sglang", family, BEGINNING, before, Rule.OUTPUT_INDEX, f"sglang/srt/models/{file}, {_SETTER}", READ
+    )
+    reason = f"{why or f'its target class has no {_SETTER}'} up to SGLang {before}"
+    yield replace(row, unsupported=reason)
     for span in spans:
         embedding, last_layer = span.ends
-        row = Convention(
-            "sglang", family, span.first, span.last, span.rule, source, READ, embedding=embedding, last_layer=last_layer
+        yield from _split_by_graphs(
+            replace(row, first=span.first, last=span.last, rule=span.rule, embedding=embedding, last_layer=last_layer)
         )
-        yield from _split_by_graphs(row)
 
 
 def _split_by_graphs(row: Convention) -> Iterator[Convention]:
