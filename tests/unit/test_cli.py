@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.cli import main
+from tests.unit.wiring.foreign import SPECFORGE, llama_tensors, write_foreign, write_target
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -91,3 +92,24 @@ def test_tiny_kimi_overwrites_nothing_but_its_own(capsys: pytest.CaptureFixture[
     assert (code, err.count("tiny.output")) == (2, 2)
     assert (tmp_path / "prompts.jsonl").read_text() == "mine"
     assert (tmp_path / "target" / "config.json").read_text() == "{}"
+
+
+def test_check_takes_the_layers_of_another_tools_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    checkpoint = str(write_foreign(tmp_path / "draft", SPECFORGE, llama_tensors()))
+    check = ("wiring", "check", checkpoint, "--target", str(write_target(tmp_path / "target")))
+
+    code, out, _ = run(capsys, *check, "--layers", "1,29,57")
+    assert (code, "SGLang 0.5.23 (the newest known) reads the outputs of layers 1, 29, 57" in out) == (0, True)
+    code, out, _ = run(capsys, *check, "--layers", "2,30,58")
+    assert (code, "wiring.one_early" in out) == (2, True)
+    code, out, _ = run(capsys, *check)
+    assert (code, "checkpoint.no_contract" in out) == (2, True)
+    code, out, err = run(capsys, *check, "--layers", "two")
+    assert (code, "layers.type" in out + err) == (2, True)
+
+
+def test_explain_shows_its_sources_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    explain = ("wiring", "explain", "--target", "kimi-k2.5", "--layers", "2,30,58")
+
+    assert "set_eagle3_layers_to_capture on 20" in run(capsys, *explain, "--sources")[1]
+    assert "read in" not in run(capsys, *explain)[1]

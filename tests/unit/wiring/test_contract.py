@@ -52,6 +52,13 @@ def test_a_contract_is_saved_into_a_folder_and_loaded_back(tmp_path: Path) -> No
     assert WiringContract.load(tmp_path / "eagle3_contract.json") == make_contract()
 
 
+def test_a_contract_is_saved_under_a_name_of_its_own_and_loaded_back(tmp_path: Path) -> None:
+    make_contract().save(tmp_path / "mine.json")
+
+    assert WiringContract.load(tmp_path / "mine.json") == make_contract()
+    assert not (tmp_path / "eagle3_contract.json").exists()
+
+
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_difference_in_any_field_is_named(name: str) -> None:
     other = make_contract(**{name: OTHER_VALUES[name]})

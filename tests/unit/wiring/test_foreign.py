@@ -10,6 +10,7 @@ import torch
 
 from eagle3.errors import ProblemsError
 from eagle3.wiring import assert_wiring, check_checkpoint, describe_checkpoint
+from eagle3.wiring.checkpoint_layers import readings
 from eagle3.wiring.conventions import LAYER_IDS
 from eagle3.wiring.layouts import recognise
 from tests.unit.wiring.cases import HIDDEN, kinds, make_contract, write_checkpoint, write_store
@@ -166,6 +167,27 @@ def test_a_target_of_another_shape_is_named(tmp_path: Path, change: dict[str, in
 
     assert kinds(found) == [kind]
     assert str(next(iter(change.values()))) in found[0].message
+
+
+def test_what_each_version_reads_is_said_once_for_versions_that_read_alike() -> None:
+    def lines(ids: list[int], family: str = "deepseek", layers: int = 61) -> list[str]:
+        return readings({"eagle_config": {LAYER_IDS: ids}, LAYER_IDS: ids}, family, layers)
+
+    assert lines([1, 29, 57]) == [
+        "SGLang 0.5.4.post2 to 0.5.23: the outputs of layers 1, 29, 57",
+        "vLLM 0.33.0: the outputs of layers 0, 28, 56",
+    ]
+    assert lines([0, 61, 62, -2], "qwen3") == [
+        "SGLang 0.4.9 to 0.5.10.post1: the output of layer 0, but its CUDA graphs capture the outputs of layers "
+        "1, 29, 57, whatever the ids (sglang PR 22836, fixed in 0.5.11)",
+        "SGLang 0.5.11 to 0.5.23: the output of layer 0",
+        "vLLM 0.33.0: the embedding and the output of layer 60",
+    ]
+    assert lines([2, 12, 24], "gpt_oss", 24)[-2:] == [
+        "SGLang 0.5.17 to 0.5.23: the outputs of layers 1, 11, 23",
+        "vLLM 0.33.0: the outputs of layers 1, 11, 23",
+    ]
+    assert readings({}, "gemma3", 26) == ["SGLang 0.5.12 to 0.5.16: its default layers"]
 
 
 # speculators.
