@@ -176,7 +176,8 @@ def copied(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--sample", type=int, help="that many mutants, drawn with a fixed seed; default all")
+    parser.add_argument("--sample", type=int, help="that many mutants, drawn at random; default all")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--report", action="store_true", help="only print the score of what ran so far")
     args = parser.parse_args()
     known = {}
@@ -185,7 +186,7 @@ def main() -> None:
     if not args.report:
         todo = [mutant for file in sorted((ROOT / ROOM).glob("*.py")) for mutant in mutants(file)]
         print(f"{len(todo)} mutants")
-        random.Random(0).shuffle(todo)
+        random.Random(args.seed).shuffle(todo)
         with tempfile.TemporaryDirectory() as folder:
             root = copied(Path(folder))
             sys.dont_write_bytecode = True
