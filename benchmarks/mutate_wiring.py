@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import json
 import os
 import random
@@ -43,28 +42,32 @@ RULES = ("OUTPUT_INDEX", "BOUNDARY", "OUTPUT_INDEX_IF_FIRST_IS_1", "BOUNDARY_IF_
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the file, what was changed (with its line), and the whole new source."""
+    """One change: its file, the node (counted as `ast.walk` does) and which of the node's changes, in words."""
 
     file: str
+    node: int
+    place: int
     change: str
-    source: str
 
     @property
     def name(self) -> str:
         return f"{self.file}: {self.change}"
 
+    def source(self, original: str) -> str:
+        tree = ast.parse(original)
+        node = next(other for index, other in enumerate(ast.walk(tree)) if index == self.node)
+        apply(node, self.place)
+        return ast.unparse(tree)
+
 
 def mutants(file: Path) -> Iterator[Mutant]:
-    """Every mutant of one file, in the order of its lines."""
+    """Every mutant of one file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     unused = {id(part) for node in ast.walk(tree) for part in annotations(node)}
     for number, node in enumerate(ast.walk(tree)):
+        line = getattr(node, "lineno", 0)
         for place, what in enumerate([] if id(node) in unused else changes(node)):
-            mutated = copy.deepcopy(tree)
-            twin = next(other for index, other in enumerate(ast.walk(mutated)) if index == number)
-            apply(twin, place)
-            line = getattr(node, "lineno", 0)
-            yield Mutant(file.name, f"line {line}, {number}.{place}: {what}", ast.unparse(mutated))
+            yield Mutant(file.name, number, place, f"line {line}, {number}.{place}: {what}")
 
 
 def annotations(node: ast.AST) -> Iterator[ast.AST]:
@@ -140,7 +143,7 @@ def survives(mutant: Mutant, copy_root: Path) -> bool:
     """Whether the tests pass with this mutant in place; they run in a fork, which has torch and pytest loaded."""
     path = copy_root / ROOM / mutant.file
     original = path.read_text(encoding="utf-8")
-    path.write_text(mutant.source, encoding="utf-8")
+    path.write_text(mutant.source(original), encoding="utf-8")
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
