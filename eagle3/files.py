@@ -118,7 +118,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             not writable.
     """
     with explained_os_errors(path):
-        path = path.resolve() if path.is_symlink() else path
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
         temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         lock = _claim(temporary)
         try:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,13 +49,16 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]],
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """`safetensors.torch.save_file`, which hides what the file system says in an error of its own.
-
-    Raises:
-        OSError: the disk is full, or another failure of the file system.
-    """
-    try:
+    """`safetensors.torch.save_file`; see `plain_os_errors`."""
+    with plain_os_errors(path):
         save_file(dict(tensors), path)
+
+
+@contextmanager
+def plain_os_errors(path: Path) -> Iterator[None]:
+    """The safetensors package hides what the file system says in an error of its own: raises that as `OSError`."""
+    try:
+        yield
     except SafetensorError as error:
         if found := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from eagle3.data.tensor_file import plain_os_errors
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import atomic_folder, write_text_atomic
 from eagle3.target.tiny import make_tiny_kimi
@@ -24,7 +25,7 @@ def make_tiny_kimi_folder(folder: Path) -> str:
         for number in range(_PROMPTS)
     ]
     text = "".join(json.dumps(record) + "\n" for record in records)
-    with atomic_folder(target) as temporary:
+    with atomic_folder(target) as temporary, plain_os_errors(target):
         make_tiny_kimi(temporary)
         raise_problems(_foreign_target(target, temporary) + _foreign_prompts(prompts, text))
     write_text_atomic(prompts, text)

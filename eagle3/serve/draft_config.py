@@ -86,6 +86,10 @@ def draft_config_from_exported(written: Mapping[str, Any], where: str) -> DraftC
         raise problem_error(where, "export.foreign", message, "give a folder that `eagle3 export` wrote")
     needed = (*_SHAPE, *_FIXED, *_WRITTEN_LATER, "rope_theta", "rope_scaling")
     raise_problems(Problem(where, "export.config", f"{key} is missing", _AGAIN) for key in needed if key not in written)
+    if not isinstance(written[OWN_KEY]["output_indices"], list):
+        raise problem_error(where, "export.config", f"{OWN_KEY}.output_indices is not a list", _AGAIN)
+    if not isinstance(written["rope_scaling"], dict | None):
+        raise problem_error(where, "export.config", f"rope_scaling is {written['rope_scaling']!r}", _AGAIN)
     config = DraftConfig(
         **{key: written[key] for key in _SHAPE},
         num_aux=len(written[OWN_KEY]["output_indices"]),

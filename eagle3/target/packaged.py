@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from eagle3.data.tensor_file import plain_os_errors
 from eagle3.errors import problem_error
 from eagle3.files import atomic_folder
 
@@ -30,7 +31,7 @@ def packaged_smollm2(folder: Path) -> Path:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary, plain_os_errors(folder):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return folder

@@ -8,7 +8,14 @@ from typing import Any
 from eagle3.config import Section, TrackingSection, TrainConfig, dump_config, load_config
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, write_atomic, write_json_atomic, write_text_atomic
+from eagle3.files import (
+    TEMPORARY_SUFFIX,
+    explained_os_errors,
+    read_json_object,
+    write_atomic,
+    write_json_atomic,
+    write_text_atomic,
+)
 from eagle3.train.checkpoint import TrainState, list_checkpoints, load_state
 from eagle3.train.setup import Setup
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
@@ -53,6 +60,20 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
         problems += _state_differences(load_state(checkpoints[-1]), setup, processes, run)
     raise_problems(problems, f"cannot resume {run}")
     return checkpoints[-1] if checkpoints else None
+
+
+def read_origin(run: Path) -> dict[str, Any]:
+    """The provenance of a run that is resumed: `run_id` and earlier `starts`.
+
+    Raises:
+        ProblemsError: kinds `run.provenance`, `file.*`.
+    """
+    path = run / PROVENANCE_FILE
+    origin = read_json_object(path, "the run's provenance")
+    if not isinstance(origin.get("run_id"), str) or not isinstance(origin.get("starts"), list):
+        fix = "restore the file from a copy, or use another output folder"
+        raise problem_error(str(path), "run.provenance", "lacks run_id or the list of starts", fix)
+    return origin
 
 
 def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: dict[str, Any]) -> None:

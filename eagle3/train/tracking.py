@@ -96,11 +96,15 @@ def _start_wandb(run: Path, tracking: TrackingSection, run_id: str) -> Any:
     import wandb
 
     assert tracking.wandb != "off"
-    return wandb.init(
-        project=tracking.project,
-        name=tracking.run_name or run.name,
-        mode=tracking.wandb,
-        dir=str(run),
-        id=run_id,
-        resume="allow",
-    )
+    try:
+        return wandb.init(
+            project=tracking.project,
+            name=tracking.run_name or run.name,
+            mode=tracking.wandb,
+            dir=str(run),
+            id=run_id,
+            resume="allow",
+        )
+    except wandb.Error as error:
+        fix = "log in with `wandb login`, or set tracking.wandb=offline"
+        raise problem_error("tracking.wandb", "tracking.wandb_refused", f"Weights & Biases: {error}", fix) from error

@@ -21,7 +21,7 @@ from eagle3.config import TrainConfig
 from eagle3.data.loader import BatchPlan, Window, load_windows
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import problem_error, raise_problems
-from eagle3.files import only_writer, read_json_object, write_json_atomic
+from eagle3.files import only_writer, write_json_atomic
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.train.checkpoint import (
@@ -38,7 +38,7 @@ from eagle3.train.engine import describe, make_accelerator
 from eagle3.train.evaluation import evaluate
 from eagle3.train.optim import learning_rate, make_optimizer, set_learning_rate
 from eagle3.train.result import TrainResult, read_result
-from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, PROVENANCE_FILE, find_resume_point, write_run_files
+from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
 from eagle3.train.setup import Setup, make_setup
 from eagle3.train.tracking import Tracker, check_tracking
 from eagle3.train.window import Totals, accumulate_window
@@ -203,11 +203,7 @@ class Trainer:
 
     def _open_run(self, setup: Setup, resumed: bool) -> Tracker:
         """Writes the run's files and opens its log."""
-        origin = (
-            read_json_object(self.run / PROVENANCE_FILE, "the run's provenance")
-            if resumed
-            else {"run_id": uuid.uuid4().hex}
-        )
+        origin = read_origin(self.run) if resumed else {"run_id": uuid.uuid4().hex}
         start = {**provenance(), "step": self.state.step, "engine": describe(self.accelerator)[0]}
         write_run_files(self.run, self.config, setup, {**origin, "starts": [*origin.get("starts", []), start]})
         self._point_at_best()

@@ -120,7 +120,7 @@ class WiringContract:
             message = f"{field.name} is {ours!r} in {mine}, {others!r} in {theirs}"
             if field.name == "output_indices":
                 message = _layers_message(ours, others, mine, theirs)
-            fix = f"use the {theirs} that belongs to the {mine}, or make one of them again"
+            fix = f"{mine} and {theirs} must belong together: replace one of them, or make it again"
             problems.append(Problem(mine, f"contract.{field.name}", message, fix))
         return problems
 

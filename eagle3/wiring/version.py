@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from eagle3.errors import problem_error
 
 _VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:\.post(\d+))?(?:\+[A-Za-z0-9.]+)?")
+_LONGEST = 100
 
 
 @dataclass(frozen=True, order=True)
@@ -23,7 +24,8 @@ class Version:
     post: int = field(init=False)
 
     def __post_init__(self) -> None:
-        match = _VERSION.fullmatch(self.text) if isinstance(self.text, str) else None
+        short = isinstance(self.text, str) and len(self.text) <= _LONGEST
+        match = _VERSION.fullmatch(self.text) if short else None
         if match is None:
             message = f"{self.text!r} is not a released version"
             raise problem_error("engine_version", "engine.version_malformed", message, "write e.g. 0.5.12.post1")

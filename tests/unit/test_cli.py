@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,15 @@ def test_explain_shows_its_sources_if_asked(capsys: pytest.CaptureFixture[str]) 
 
     assert "set_eagle3_layers_to_capture on 20" in run(capsys, *explain, "--sources")[1]
     assert "read in" not in run(capsys, *explain)[1]
+
+
+def test_tiny_kimi_on_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        code, _, err = run(capsys, "tiny-kimi", "--output", str(tmp_path))
+        assert (code, list(tmp_path.iterdir())) == (2, [])
+        assert "disk.full" in err
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

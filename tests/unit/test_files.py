@@ -48,3 +48,9 @@ def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
         pass
     with only_writer(run, "lock"):
         pass
+
+
+def test_a_link_to_itself_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ProblemsError, match=r"disk\."), atomic_folder(tmp_path / "loop"):
+        pass

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -62,6 +63,13 @@ def test_transformers_reads_the_shape_and_the_type() -> None:
     assert not read.attention_bias and not read.mlp_bias and not hasattr(read, "target_hidden_size")
 
 
+def test_transformers_refuses_heads_that_do_not_divide_the_width_and_so_does_the_drafter() -> None:
+    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple"):
+        LlamaConfig.from_dict(written(make_config()) | {"num_attention_heads": 6})
+    with pytest.raises(ProblemsError, match="does not divide hidden_size"):
+        make_config(num_attention_heads=6)
+
+
 @pytest.mark.parametrize("layout", ["old", "new"])
 def test_fault_20_exported_rope_gives_the_trainers_frequencies(layout: str) -> None:
     theta = 500000.0
@@ -106,6 +114,8 @@ def test_options_are_written_where_the_server_reads_them() -> None:
         ({"draft_vocab_size": None}, "draft_vocab_size"),
         ({"fc_norm": "yes"}, "fc_norm"),
         ({"use_aux_norm": True}, "use_aux_norm"),
+        ({"rope_scaling": "x"}, "rope_scaling"),
+        ({"eagle3": {"exported_for": {}, "output_indices": None, "context_length": 1}}, "output_indices"),
     ],
 )
 def test_an_edited_config_is_refused(change: dict[str, Any], named: str) -> None:

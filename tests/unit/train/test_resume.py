@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import eagle3.data.loader as loader
 from eagle3.config import TrainConfig, dump_config
 from eagle3.errors import ProblemsError
-from eagle3.files import only_writer, read_json
+from eagle3.files import only_writer, read_json, write_json_atomic
+from eagle3.serve.saved_draft import load_run
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
@@ -256,3 +257,28 @@ def test_a_file_as_output_is_refused(store: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(ProblemsError, match=r"run\.not_a_run.*is a file"):
         run_training(config_for(store, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"run_id": "a", "starts": 1}', '{"run_id": 1, "starts": []}'])
+def test_a_damaged_provenance_is_refused_by_name(store: Path, tmp_path: Path, text: str) -> None:
+    config = config_for(store, tmp_path / "run", epochs=1)
+    run_training(config)
+    (tmp_path / "run" / "provenance.json").write_text(text)
+    with pytest.raises(ProblemsError, match=r"provenance\.json"):
+        run_training(config)
+
+
+@pytest.mark.parametrize("value", [None, "abc", ["a"], [10**30], [True]])
+def test_a_store_whose_special_tokens_are_damaged_is_refused(store: Path, tmp_path: Path, value: object) -> None:
+    manifest = read_json(store / "manifest.json", "manifest")
+    manifest["settings"]["keep_ids"] = value
+    write_json_atomic(store / "manifest.json", manifest)
+    with pytest.raises(ProblemsError, match=r"store\.keep_ids"):
+        run_training(config_for(store, tmp_path / "run", draft={"draft_vocab_size": 8}))
+
+
+def test_a_best_file_without_a_checkpoint_is_refused(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run", epochs=1))
+    (tmp_path / "run" / "best.json").write_text("{}")
+    with pytest.raises(ProblemsError, match=r"run\.checkpoint"):
+        load_run(tmp_path / "run")

@@ -1,5 +1,7 @@
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,3 +55,12 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "log.jsonl").write_bytes(line + b"\n")
     with pytest.raises(ProblemsError, match=r"line 1"):
         read_log(tmp_path / "log.jsonl")
+
+
+def test_what_wandb_refuses_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise RuntimeError("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=RuntimeError, init=init))
+    with pytest.raises(ProblemsError, match=r"tracking\.wandb_refused.*No API key"):
+        Tracker(tmp_path, TrackingSection(wandb="online"), "id", None)

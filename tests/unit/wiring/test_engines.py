@@ -142,6 +142,7 @@ def test_minus_one_is_never_reached_by_a_new_deepseek_server() -> None:
         ("sglang", "0.5.13rc1", "llama", "engine.version_malformed"),
         ("sglang", "0.5.13.dev3", "llama", "engine.version_malformed"),
         ("sglang", "", "llama", "engine.version_malformed"),
+        ("sglang", "9" * 5000, "llama", "engine.version_malformed"),
     ],
 )
 def test_what_is_not_known_is_a_named_error(engine: str, version: str | None, family: str, kind: str) -> None:
