@@ -150,6 +150,10 @@ class DraftConfig:
             message = f"is {self.num_key_value_heads}, which does not divide {self.num_attention_heads} query heads"
             fix = "set draft.num_attention_heads and draft.num_key_value_heads together"
             problems.append(_problem("num_key_value_heads", message, fix))
+        if self.hidden_size % self.num_attention_heads:
+            message = f"is {self.num_attention_heads}, which does not divide hidden_size {self.hidden_size}"
+            fix = "use a divisor (head_dim is free): Transformers, and so a server, refuses such a Llama config"
+            problems.append(_problem("num_attention_heads", message, fix))
         if self.num_aux == 1:
             message = "is 1: SGLang applies fc only to states wider than the drafter's, so it would skip it"
             problems.append(_problem("num_aux", message, "capture two or more layers"))

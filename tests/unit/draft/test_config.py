@@ -80,6 +80,12 @@ def test_latent_attention_target_gives_no_head_width() -> None:
     assert config.head_dim == 8
 
 
+def test_heads_that_do_not_divide_the_width_are_refused_as_a_server_would() -> None:
+    with pytest.raises(ProblemsError) as error:
+        make_config(num_attention_heads=6)
+    assert kinds(error) == ["draft.num_attention_heads"]
+
+
 def test_what_the_target_does_not_say_is_asked_for() -> None:
     with pytest.raises(ProblemsError) as error:
         DraftConfig.from_target({key: LLAMA[key] for key in ("hidden_size", "rope_theta", "vocab_size")})
