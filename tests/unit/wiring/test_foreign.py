@@ -110,6 +110,22 @@ def test_layers_that_the_caller_knows_are_checked(
         assert_wiring(checkpoint, engine_version=version, target=target, layers=layers)
 
 
+def test_layers_that_cuda_graphs_do_not_capture_are_named_with_those_that_they_do(tmp_path: Path) -> None:
+    checkpoint = write_foreign(tmp_path / "draft", SPECFORGE, llama_tensors())
+    target = write_target(tmp_path / "target")
+
+    said = check_checkpoint(checkpoint, target=target, layers=(2, 30, 58), engine_version="0.5.10")
+    unsaid = check_checkpoint(checkpoint, target=target, engine_version="0.5.10")
+
+    assert kinds(said) == ["wiring.cuda_graphs"] and kinds(unsaid) == ["checkpoint.no_contract", "wiring.cuda_graphs"]
+    assert said[0] == unsaid[1]
+    assert said[0].message == (
+        "SGLang 0.5.10 would verify with other layers than the outputs of layers 2, 30, 58: its CUDA graphs capture the "
+        "outputs of layers 1, 29, 57, whatever the ids (sglang PR 22836, fixed in 0.5.11)"
+    )
+    assert "--disable-cuda-graph" in said[0].fix
+
+
 def test_what_a_server_reads_is_described_with_the_targets_help(tmp_path: Path) -> None:
     checkpoint = write_foreign(tmp_path / "draft", SPECFORGE, llama_tensors())
     target = write_target(tmp_path / "target")

@@ -54,6 +54,12 @@ def test_every_problem_kind_is_in_the_documented_table_and_no_other() -> None:
     assert set(documented) == kinds_in_code()
 
 
+def test_what_can_be_imported_is_what_is_public() -> None:
+    names = {name for name, value in vars(eagle3.wiring).items() if name[0] != "_" and not inspect.ismodule(value)}
+
+    assert names == set(eagle3.wiring.__all__)
+
+
 def test_the_public_names_exist_are_documented_and_have_types_and_a_docstring() -> None:
     page = (DOCS / "wiring.md").read_text(encoding="utf-8")
     section = page.split("## Public API")[1].split("\n## ")[0]
