@@ -88,6 +88,14 @@ def test_a_checkpoint_of_one_version_served_by_another_is_named(
     assert f"--engine-version {served}" in problem.fix
 
 
+def test_the_version_that_it_was_exported_for_is_only_said_where_another_is_checked(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, config=change_ids([2, 30, 58]))
+
+    assert "exported for" not in only(check_checkpoint(checkpoint), "wiring.one_early").message
+    unrecorded = write_checkpoint(tmp_path, config={"eagle3": None} | change_ids([2, 30, 58]))
+    assert "exported for" not in only(check_checkpoint(unrecorded), "wiring.one_early").message
+
+
 def test_layers_that_both_versions_read_alike_pass_for_both(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, make_contract(output_indices=(1, 29, 57)), OLD)
 

@@ -120,8 +120,8 @@ def test_layers_that_cuda_graphs_do_not_capture_are_named_with_those_that_they_d
     assert kinds(said) == ["wiring.cuda_graphs"] and kinds(unsaid) == ["checkpoint.no_contract", "wiring.cuda_graphs"]
     assert said[0] == unsaid[1]
     assert said[0].message == (
-        "SGLang 0.5.10 would verify with other layers than the outputs of layers 2, 30, 58: its CUDA graphs capture the "
-        "outputs of layers 1, 29, 57, whatever the ids (sglang PR 22836, fixed in 0.5.11)"
+        "SGLang 0.5.10 would verify with other layers than the outputs of layers 2, 30, 58: its CUDA graphs capture "
+        "the outputs of layers 1, 29, 57, whatever the ids (sglang PR 22836, fixed in 0.5.11)"
     )
     assert "--disable-cuda-graph" in said[0].fix
 
@@ -297,6 +297,37 @@ def test_an_mla_drafter_needs_all_its_widths(tmp_path: Path, key: str) -> None:
     checkpoint = write_foreign(tmp_path / "draft", config, mla_tensors())
 
     assert kinds(check_checkpoint(checkpoint)) == ["checkpoint.no_contract", "config.size"]
+
+
+# Fields that another tool may leave out, but not get wrong.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("tie_word_embeddings", True, "config.tie_word_embeddings"),
+        ("tie_word_embeddings", None, "config.tie_word_embeddings"),
+        ("rms_norm_eps", 0, "config.rms_norm_eps"),
+        ("rope_theta", None, "config.rope_theta"),
+        ("model_type", "qwen3", "config.model_type"),
+        ("num_hidden_layers", 2, "config.num_hidden_layers"),
+    ],
+)
+def test_a_wrong_value_in_a_foreign_config_is_named(tmp_path: Path, key: str, value: object, kind: str) -> None:
+    target = write_target(tmp_path / "target")
+
+    def found(name: str, config: dict[str, Any]) -> list[str]:
+        checkpoint = write_foreign(tmp_path / name, config, llama_tensors())
+        return kinds(check_checkpoint(checkpoint, target=target, layers=(1, 29, 57)))
+
+    assert found("wrong", SPECFORGE | {key: value}) == [kind]
+    absent = {name: other for name, other in SPECFORGE.items() if name != key}
+    assert found("absent", absent) == ([] if key in ("tie_word_embeddings", "rms_norm_eps") else [kind])
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "rms_norm_eps"])
+def test_a_field_that_our_export_leaves_out_is_named(tmp_path: Path, key: str) -> None:
+    assert kinds(check_checkpoint(write_checkpoint(tmp_path, config={key: None}))) == [f"config.{key}"]
 
 
 # Names.

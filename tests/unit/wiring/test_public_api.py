@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -58,6 +61,14 @@ def test_what_can_be_imported_is_what_is_public() -> None:
     names = {name for name, value in vars(eagle3.wiring).items() if name[0] != "_" and not inspect.ismodule(value)}
 
     assert names == set(eagle3.wiring.__all__)
+
+
+def test_every_record_is_frozen() -> None:
+    for module in pkgutil.iter_modules(eagle3.wiring.__path__):
+        if module.name != "fingerprint":
+            members = vars(importlib.import_module(f"eagle3.wiring.{module.name}")).values()
+            records = [value for value in members if isinstance(value, type) and dataclasses.is_dataclass(value)]
+            assert all(record.__dataclass_params__.frozen for record in records), module.name  # type: ignore[attr-defined]
 
 
 def test_the_public_names_exist_are_documented_and_have_types_and_a_docstring() -> None:

@@ -84,6 +84,21 @@ def test_fault_7_cut_bytes_and_extra_bytes_are_told_apart(tmp_path: Path) -> Non
     assert refused(path) == ["safetensors.too_long"]
 
 
+def test_what_is_missing_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+
+    def message(content: bytes) -> str:
+        path.write_bytes(content)
+        with pytest.raises(ProblemsError) as caught:
+            read_header(path)
+        return caught.value.problems[0].message
+
+    assert message((100).to_bytes(8, "little") + b"{}") == ("ends inside its header: 10 bytes, expected at least 108")
+    whole = save(GOOD)
+    assert message(whole[:-3]) == f"has {len(whole) - 3} bytes, its header accounts for {len(whole)}"
+    assert message(b"nonsense, twice") == "is not a safetensors file: 15 bytes that start with b'nonsense'"
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(cut=st.integers(1, len(save(GOOD)) - 1))
 def test_a_file_cut_anywhere_is_refused_by_name(tmp_path: Path, cut: int) -> None:

@@ -45,6 +45,28 @@ def test_a_known_name_needs_no_folder() -> None:
     assert target_facts("kimi-k2.5").num_hidden_layers == 61
 
 
+def test_the_known_targets_are_as_published() -> None:
+    shapes = {
+        name: (
+            facts.family,
+            facts.num_hidden_layers,
+            facts.hidden_size,
+            facts.vocab_size,
+            facts.context_length,
+            facts.config_digest,
+        )
+        for name, facts in KNOWN_TARGETS.items()
+    }
+
+    assert shapes == {
+        "kimi-k2.5": ("kimi_k25", 61, 7168, 163840, 262144, None),
+        "deepseek-v3": ("deepseek", 61, 7168, 129280, 163840, None),
+        "llama-3.1-8b": ("llama", 32, 4096, 128256, 131072, None),
+        "qwen3-8b": ("qwen3", 36, 4096, 151936, 40960, None),
+        "smollm2-135m": ("llama", 30, 576, 49152, 8192, None),
+    }
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ProblemsError, match=r"target\.unknown.*smollm2-135m"):
         target_facts("kimi-k3")
