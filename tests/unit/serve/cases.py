@@ -112,6 +112,7 @@ def make_run(
     tied: bool = False,
     masks: Sequence[Sequence[int]] = ((0, 0, 1, 1, 1, 1),),
     max_length: int = 2048,
+    spread: float = 0.4,
     **draft: Any,
 ) -> Run:
     """A store at `folder/store` and a run at `folder/run` with one random checkpoint, its norms random too."""
@@ -122,7 +123,7 @@ def make_run(
     vocab = DraftVocab(torch.tensor(draft_ids), VOCAB)
     config = DraftConfig.from_target(target_config, len(outputs), draft_vocab_size=len(vocab), head_dim=6, **draft)
     contract = contract.with_draft_vocab(vocab.digest)
-    state = make_state(config)
+    state = make_state(config, spread=spread)
     run = folder / "run"
     run.mkdir()
     contract.save(run)
@@ -136,10 +137,10 @@ def make_run(
     return Run(run, store, config, vocab, contract, state, embedding)
 
 
-def make_state(config: DraftConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def make_state(config: DraftConfig, seed: int = 0, spread: float = 0.4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(value.shape, generator=generator) * 0.4 + (value.ndim == 1)
+        name: torch.randn(value.shape, generator=generator) * spread + (value.ndim == 1)
         for name, value in DraftModel(config).trainable_state().items()
     }
 
