@@ -470,6 +470,21 @@ def test_fault_23_a_promised_head_that_is_absent_is_named(tmp_path: Path) -> Non
     assert "promises an own head" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lm_head.weight", "the config promises an own head, which the server would leave uninitialised"),
+        ("d2t", "draft ids would be taken for target ids"),
+        ("t2d", "it says which target ids the drafter can propose"),
+        ("fc.weight", "the server would leave it uninitialised"),
+    ],
+)
+def test_a_missing_tensor_says_what_would_happen(tmp_path: Path, name: str, why: str) -> None:
+    problem = only(check_checkpoint(write_checkpoint(tmp_path, tensors={name: None})), "tensor.missing")
+
+    assert problem.message.endswith(f": {why}")
+
+
 @pytest.mark.parametrize("name", sorted(make_tensors(make_contract())))
 def test_every_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
     tensor = make_tensors(make_contract())[name]

@@ -75,6 +75,12 @@ def test_every_fault_of_a_list_is_reported_at_once() -> None:
     assert found == ["layers.negative", "layers.out_of_range", "layers.duplicate", "layers.unsorted", "layers.count"]
 
 
+def test_a_wrong_count_says_what_was_expected() -> None:
+    assert check_output_indices([], 61)[0].message == "has 0 layers, expected at least 1"
+    assert check_output_indices([2], 61, expected_count=3)[0].message == "has 1 layers, expected 3"
+    assert check_output_indices([2, 30, 58], 61, expected_count=3) == []
+
+
 @pytest.mark.parametrize("layers", [0, -1, True, 61.0, "61", None])
 def test_a_wrong_number_of_layers_is_named(layers: object) -> None:
     assert kinds(check_output_indices([0], layers)) == ["layers.type"]  # type: ignore[arg-type]
