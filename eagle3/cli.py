@@ -1,6 +1,6 @@
 """The `eagle3` command. Thin: each command reads its config, calls one function and prints what came back.
 
-Exit codes: 0 done, 2 the input has problems (all of them are printed).
+Exit codes: 0 done, 2 the input has problems (all of them are printed), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from eagle3.config import (
 )
 from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem
 
+EXIT_INTERRUPTED = 130
+
 app = typer.Typer(
     help="Train EAGLE-3 drafters whose layer wiring is checked from capture to server.",
     no_args_is_help=True,
@@ -41,13 +43,17 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-EngineVersion = Annotated[str | None, typer.Option(help="Its version; default: as recorded, else the newest.")]
+EngineVersion = Annotated[str | None, typer.Option(help="The engine's version; default: as recorded, else the newest.")]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process."""
     try:
         app(args=None if args is None else list(args), prog_name="eagle3")
+    except SystemExit as stop:
+        if stop.code == EXIT_INTERRUPTED:
+            print("eagle3: stopped; the same command goes on where it was", file=sys.stderr)
+        raise
     except Eagle3Error as error:
         print(f"eagle3: {error}", file=sys.stderr)
         sys.exit(EXIT_PROBLEMS)
@@ -98,7 +104,10 @@ def extract(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 @app.command(epilog=_epilog(TrainConfig))
 def train(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Fits a drafter on a hidden-state store; works under `accelerate launch train.py`."""
+    """Fits a drafter on a hidden-state store.
+
+    With several processes: accelerate launch train.py (docs/training.md).
+    """
     from eagle3.train.trainer import run_training
 
     result = run_training(_config(TrainConfig, config, overrides))
@@ -136,7 +145,7 @@ def export(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for everything the demo writes.")] = Path("demo-run"),
+    output: Annotated[Path | None, typer.Option(help="Folder to write into; default: one for each target.")] = None,
     target: Annotated[str | None, typer.Option(help="Another target: checkpoint folder or hub id.")] = None,
 ) -> None:
     """The main job on a small real model, start to end."""

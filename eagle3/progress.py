@@ -24,17 +24,17 @@ class _RateColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} {self.unit}/s")
+        return Text("" if speed is None else _rate(speed, self.unit))
 
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-    """Shows a bar on stderr while the block runs; of several ranks, only the first one does.
+    """Shows a bar on stderr while the block runs: on the first rank only, and not if there is nothing to do.
 
     Yields:
         `advance(count, note="")`: `count` more of `total` units are done; `note` is shown beside the bar.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if total == 0 or os.environ.get("RANK", "0") != "0":
         yield lambda count, note="": None
         return
     if not _CONSOLE.is_terminal:
@@ -67,8 +67,9 @@ def _plain(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
     def line(note: str) -> None:
         seconds = max(time.monotonic() - start, 1e-9)
         left = (total - done) * seconds / done if done else float("nan")
-        rate = f"{done / seconds:,.0f} {unit}/s"
-        print(f"{label}: {done:,}/{total:,} {unit}, {rate}, {left:.0f} s left {note}".rstrip(), file=sys.stderr)
+        rate = _rate(done / seconds, unit)
+        time_left = f", {left:.0f} s left" if done < total else ""
+        print(f"{label}: {done:,}/{total:,} {unit}, {rate}{time_left} {note}".rstrip(), file=sys.stderr)
 
     def advance(count: int, note: str = "") -> None:
         nonlocal done, last
@@ -79,3 +80,7 @@ def _plain(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
 
     yield advance
     line("done" if done >= total else "stopped")
+
+
+def _rate(per_second: float, unit: str) -> str:
+    return f"{per_second:,.{0 if per_second >= 10 else 1}f} {unit}/s"

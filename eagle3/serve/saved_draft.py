@@ -47,13 +47,14 @@ class SavedDraft(NamedTuple):
         return model.eval()
 
 
-def load_exported(folder: Path) -> SavedDraft:
+def load_exported(folder: Path | str) -> SavedDraft:
     """Reads an exported folder, strictly.
 
     Raises:
         ProblemsError: whatever `check_checkpoint` finds for the version it was exported for; a config that we would
             not write; a tensor that is not finite.
     """
+    folder = Path(folder)
     raise_problems(check_checkpoint(folder))
     config_file, model_file = folder / CONFIG_FILE, folder / EXPORTED_WEIGHTS_FILE
     config = draft_config_from_exported(read_json_object(config_file, "the config of an export"), str(config_file))
@@ -91,6 +92,8 @@ def find_checkpoint(run: Path, checkpoint: str) -> Path:
     Raises:
         ProblemsError: kind `run.checkpoint`, naming those that are there; `file.missing` without a best one.
     """
+    if not run.is_dir():
+        raise problem_error(str(run), "run.checkpoint", "no such folder", "give a run folder")
     found = list_checkpoints(run)
     name = checkpoint
     if checkpoint == "best" and found:

@@ -79,7 +79,26 @@ def test_unknown_key_names_the_nearest_known_one() -> None:
 
     (problem,) = caught.value.problems
     assert problem.kind == "config.unknown_key"
+    assert problem.where == "command line"
     assert "optim.learning_rate" in problem.fix
+
+
+def test_a_problem_of_the_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("epochs: 0\ndataset: d\noutput: o\noutput_indices: [1]\n")
+
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, path, ["ttt.steps=0"])
+
+    assert {problem.where for problem in caught.value.problems} == {str(path), "command line"}
+
+
+def test_help_gives_choices_and_what_an_optional_section_needs() -> None:
+    fields = {key: (default, text) for key, default, text in field_help(TrainConfig)}
+
+    assert "(cosine | linear | constant)" in fields["optim.schedule"][1]
+    assert fields["target.path"][0] == "required if target is given"
+    assert fields["dataset"][0] == "required"
 
 
 def test_every_problem_is_reported_at_once() -> None:

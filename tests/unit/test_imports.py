@@ -21,7 +21,7 @@ ROWS = (
     ("progress", "config", "provenance"),
     ("data", "target"),
     ("train", "evaluate", "serve"),
-    ("report", "cli", "demo"),
+    ("cli", "demo"),
 )
 ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 BASE = {"errors", "files", "progress", "config", "provenance"}

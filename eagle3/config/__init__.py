@@ -1,0 +1,36 @@
+"""Typed run configs (`schema`) and how they are read (`loading`)."""
+
+from eagle3.config.loading import build_config, dump_config, field_help, load_config
+from eagle3.config.schema import (
+    ConversationsConfig,
+    DraftSection,
+    ExtractConfig,
+    OptimSection,
+    RegenerateConfig,
+    RopeSection,
+    Section,
+    ServeConfig,
+    TargetConfig,
+    TrackingSection,
+    TrainConfig,
+    TTTSection,
+)
+
+__all__ = [
+    "ConversationsConfig",
+    "DraftSection",
+    "ExtractConfig",
+    "OptimSection",
+    "RegenerateConfig",
+    "RopeSection",
+    "Section",
+    "ServeConfig",
+    "TTTSection",
+    "TargetConfig",
+    "TrackingSection",
+    "TrainConfig",
+    "build_config",
+    "dump_config",
+    "field_help",
+    "load_config",
+]
