@@ -99,7 +99,7 @@ def changes(node: ast.AST) -> list[str]:
             return [f"item {i} deleted" for i in range(len(node.keys))]
         case ast.Set() | ast.Tuple(ctx=ast.Load()) | ast.List(ctx=ast.Load()) if len(node.elts) > 1:
             return [f"element {i} deleted" for i in range(len(node.elts))]
-        case ast.Return(value=ast.expr()):
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
             return ["nothing returned"]
         case ast.Expr(value=ast.Call()):
             return ["call dropped"]

@@ -127,6 +127,22 @@ def test_wrong_layer_ids_are_named(tmp_path: Path, version: str, ids: list[int],
     assert kinds(check_checkpoint(checkpoint)) == expected
 
 
+@pytest.mark.parametrize(
+    ("version", "ids", "reason"),
+    [
+        (NEW, [-1, 3, 31], "is no layer of the target (the embedding is id 0) in SGLang 0.5.23"),
+        (NEW, [3, 31, 99], "is no layer of the target in SGLang 0.5.23"),
+        (NEW, [3, 31, 61], "is the last layer's output, which is never visited for this target in SGLang 0.5.23"),
+        (OLD, [-1, 30, 58], "is the embedding, which cannot be captured for this target in SGLang 0.5.12"),
+    ],
+)
+def test_why_an_id_is_never_captured_is_said(tmp_path: Path, version: str, ids: list[int], reason: str) -> None:
+    problems = check_checkpoint(write_checkpoint(tmp_path, version=version, config=change_ids(ids)))
+
+    assert problems[0].kind == "wiring.never_captured"
+    assert problems[0].message.endswith(f"{ids} {reason}")
+
+
 def test_the_embedding_of_the_incident_is_put_in_words(tmp_path: Path) -> None:
     problems = check_checkpoint(write_checkpoint(tmp_path, version=OLD, config=change_ids([-1, 2, 30, 58])))
     added = next(problem for problem in problems if problem.kind == "wiring.embedding_added")
@@ -382,6 +398,8 @@ def test_a_family_that_is_not_known_is_one_error(tmp_path: Path) -> None:
         ({"tie_word_embeddings": None}, "config.tie_word_embeddings"),
         ({"rms_norm_eps": "1e-5"}, "config.rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "config.rms_norm_eps"),
+        ({"rms_norm_eps": float("inf")}, "config.rms_norm_eps"),
+        ({"rms_norm_eps": True}, "config.rms_norm_eps"),
         ({"rope_theta": None}, "config.rope_theta"),
         ({"hidden_act": "gelu"}, "config.hidden_act"),
         ({"attention_bias": True}, "config.attention_bias"),
@@ -418,6 +436,8 @@ def test_a_wrong_config_value_is_one_named_error(tmp_path: Path, change: dict[st
         ({"0": 3}, "layer_ids.type"),
         ("3,31,59", "layer_ids.type"),
         ([], "layer_ids.type"),
+        (3, "layer_ids.type"),
+        (True, "layer_ids.type"),
         ([3, 31, 31], "layer_ids.duplicate"),
     ],
 )
@@ -539,6 +559,14 @@ def test_fault_19_a_whole_vocab_needs_no_tables_a_reduced_one_does(tmp_path: Pat
     assert check_checkpoint(write_checkpoint(tmp_path / "a", whole, config=config, tensors=head)) == []
     reduced = write_checkpoint(tmp_path / "b", tensors={"d2t": None, "t2d": None})
     assert kinds(check_checkpoint(reduced)) == ["tensor.missing", "tensor.missing"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_may_have_any_type_that_servers_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    floats = {name: value for name, value in make_tensors(make_contract()).items() if value.is_floating_point()}
+    tensors = {name: value.to(dtype) for name, value in floats.items()}
+
+    assert check_checkpoint(write_checkpoint(tmp_path, tensors=tensors)) == []
 
 
 def test_extra_and_repeated_tensors_are_named(tmp_path: Path) -> None:

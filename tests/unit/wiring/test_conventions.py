@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import pytest
 
 from eagle3.errors import ProblemsError
-from eagle3.wiring.conventions import CONVENTIONS, UNREADABLE, Rule
-from eagle3.wiring.engines import Version, find_convention, ids_to_write, known_conventions, newest_known
+from eagle3.wiring.conventions import CONVENTIONS, UNREADABLE, Convention, Rule
+from eagle3.wiring.engines import (
+    Version,
+    find_convention,
+    ids_to_write,
+    known_conventions,
+    newest_known,
+    requested_boundaries,
+)
 from eagle3.wiring.layers import LayerWiring
 from eagle3.wiring.targets import family_of_model_type
 from tests.unit.wiring.cases import wiring
@@ -193,3 +200,8 @@ def test_the_first_releases_capture_the_default_layers_whatever_the_ids() -> Non
 def test_each_model_type_belongs_to_a_family_that_was_read(model_type: str, family: str) -> None:
     assert family_of_model_type(model_type) == family
     assert known_conventions("sglang", family)
+
+
+@pytest.mark.parametrize("row", CONVENTIONS, ids=lambda row: f"{row.engine}-{row.family}-{row.first}")
+def test_no_ids_are_no_boundaries_but_for_releases_that_ignore_ids(row: Convention) -> None:
+    assert requested_boundaries((), row, 32) == ((2, 16, 29) if row.rule == Rule.DEFAULTS else ())

@@ -11,6 +11,7 @@ import torch
 from eagle3.errors import ProblemsError
 from eagle3.wiring import assert_wiring, check_checkpoint, describe_checkpoint
 from eagle3.wiring.checkpoint_layers import readings
+from eagle3.wiring.checkpoint_options import check_names
 from eagle3.wiring.conventions import LAYER_IDS
 from eagle3.wiring.layouts import recognise
 from tests.unit.wiring.cases import HIDDEN, kinds, make_contract, write_checkpoint, write_store
@@ -360,6 +361,14 @@ def test_names_that_a_server_does_not_read_are_named(
     found = check_checkpoint(checkpoint, target=target, layers=(2, 30, 58), engine=engine, engine_version=version)
 
     assert kinds(found) == expected
+
+
+def test_what_old_sglang_releases_skip_says_nothing_about_other_engines() -> None:
+    names = ["layers.0.mlp.up_proj.weight", "fc.weight"]
+
+    assert check_names(recognise(SPECFORGE), names, "vllm", "0.1", "x") == []
+    (problem,) = check_names(recognise(SPECFORGE), names, "sglang", "0.5.11", "x")
+    assert problem.message == "SGLang 0.5.11 does not read layers.0.mlp.up_proj.weight and 0 more"
 
 
 def test_vllms_own_name_for_d2t_is_read_by_nobody_but_its_values_are_checked(tmp_path: Path) -> None:

@@ -115,6 +115,17 @@ def test_the_digest_ignores_bookkeeping_nulls_and_key_order() -> None:
     assert digest == config_digest(TEXT | noise)
 
 
+@pytest.mark.parametrize(
+    "field",
+    """_attn_implementation _commit_hash _name_or_path architectures attn_implementation auto_map dtype name_or_path
+    output_attentions output_hidden_states return_dict torch_dtype transformers_version use_cache""".replace(
+        "\n", ""
+    ).split(),
+)
+def test_the_digest_ignores_what_changes_no_number(field: str) -> None:
+    assert config_digest(TEXT | {field: "x"}) == config_digest(TEXT)
+
+
 @pytest.mark.parametrize("change", [{"hidden_size": 65}, {"rope_theta": 1e4}, {"model_type": "llama"}])
 def test_the_digest_sees_what_the_target_computes(change: dict[str, Any]) -> None:
     assert config_digest(TEXT | change) != config_digest(TEXT)
