@@ -42,6 +42,7 @@ def id_lists(num_hidden_layers: int) -> Iterator[tuple[int, ...]]:
     yield from itertools.permutations(pool, 2)
     yield from itertools.combinations(pool, 3)
     yield from ((0, 1, 2, 3), (1, 2, 3, 4), (2, 0, 1), (last, 1, 2), (1, last, middle))
+    yield from ((2, last + 1), (1, last + 1), (2, last + 2), (1, 3, last + 2))  # the last layer, by either number
 
 
 def exported(version: str, family: str, num_hidden_layers: int, ids: Sequence[int]) -> tuple[int, ...] | None:

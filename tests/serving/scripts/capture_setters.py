@@ -34,7 +34,7 @@ TARGETS: dict[str, Any] = {
 
 
 def captured(family: str, num_hidden_layers: int, ids: list[int]) -> list[int]:
-    layers = [SimpleNamespace() for _ in range(num_hidden_layers)]
+    layers = [SimpleNamespace() for _ in range(num_hidden_layers + 3)]  # room for ids past the end
     stack = SimpleNamespace(layers=layers, layers_to_capture=[])
     stack.set_eagle3_layers_to_capture = bound(Qwen3MoeModel, stack)
     target = SimpleNamespace(
@@ -47,9 +47,9 @@ def captured(family: str, num_hidden_layers: int, ids: list[int]) -> list[int]:
         target = SimpleNamespace(language_model=target)
     bound(TARGETS[family], target)(ids)
     assert [hasattr(layer, "_is_layer_to_capture") for layer in layers] == (
-        [number in stack.layers_to_capture for number in range(num_hidden_layers)]
+        [number in stack.layers_to_capture for number in range(len(layers))]
         if family.endswith("_moe")
-        else [False] * num_hidden_layers
+        else [False] * len(layers)
     )
     return list(stack.layers_to_capture)
 

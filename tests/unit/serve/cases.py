@@ -123,18 +123,26 @@ def make_run(
     vocab = DraftVocab(torch.tensor(draft_ids), VOCAB)
     config = DraftConfig.from_target(target_config, len(outputs), draft_vocab_size=len(vocab), head_dim=6, **draft)
     contract = contract.with_draft_vocab(vocab.digest)
-    state = make_state(config, spread=spread)
-    run = folder / "run"
-    run.mkdir()
-    contract.save(run)
-    write_json_atomic(run / "draft_config.json", config.to_dict())
-    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, run / "draft_vocab.safetensors")
-    write_json_atomic(run / "target_config.json", target_config)
-    settings = TrainConfig(dataset=str(store), output=str(run), output_indices=list(outputs), max_length=max_length)
-    (run / "config.yaml").write_text(dump_config(settings))
-    save_checkpoint(run, state, {"exp_avg": torch.zeros(1)}, TrainState(20, 0, 1, "sha256:" + "3" * 64))
-    write_json_atomic(run / "best.json", {"checkpoint": "step-00000020", "acceptance_length": 1.1, "loss": 2.0})
-    return Run(run, store, config, vocab, contract, state, embedding)
+    run = Run(folder / "run", store, config, vocab, contract, make_state(config, spread=spread), embedding)
+    write_run(run, target_config, max_length)
+    return run
+
+
+def write_run(run: Run, target_config: Mapping[str, Any], max_length: int = 2048) -> None:
+    """The run's folder, as the trainer leaves it."""
+    run.folder.mkdir()
+    run.contract.save(run.folder)
+    write_json_atomic(run.folder / "draft_config.json", run.config.to_dict())
+    save_file({"d2t": run.vocab.d2t, "t2d": run.vocab.t2d}, run.folder / "draft_vocab.safetensors")
+    write_json_atomic(run.folder / "target_config.json", dict(target_config))
+    outputs = list(run.contract.output_indices)
+    settings = TrainConfig(
+        dataset=str(run.dataset), output=str(run.folder), output_indices=outputs, max_length=max_length
+    )
+    (run.folder / "config.yaml").write_text(dump_config(settings))
+    save_checkpoint(run.folder, run.state, {"exp_avg": torch.zeros(1)}, TrainState(20, 0, 1, "sha256:" + "3" * 64))
+    best = {"checkpoint": "step-00000020", "acceptance_length": 1.1, "loss": 2.0}
+    write_json_atomic(run.folder / "best.json", best)
 
 
 def make_state(config: DraftConfig, seed: int = 0, spread: float = 0.4) -> dict[str, torch.Tensor]:

@@ -90,12 +90,14 @@ def verify_tree_greedy_cpu(
     accept_index: Tensor,
     accept_token_num: Tensor,
     candidates: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
     """Follows the drafts that equal the target's greedy tokens, from the root down; results in place.
+
+    SGLang passes these arguments by name, and spells three of them so.
 
     Args:
         predicts: [B * D], the target's token after each accepted node.
@@ -107,7 +109,7 @@ def verify_tree_greedy_cpu(
     batch, num_nodes = candidates.shape
     tokens, greedy = candidates.tolist(), target_predict.reshape(-1).tolist()
     rows, children, siblings = (
-        part.view(batch, num_nodes).tolist() for part in (retrieve_index, retrieve_next_token, retrieve_next_sibling)
+        part.view(batch, num_nodes).tolist() for part in (retrive_index, retrive_next_token, retrive_next_sibling)
     )
     for request in range(batch):
         node = accepted = 0
