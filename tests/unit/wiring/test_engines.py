@@ -160,6 +160,12 @@ def test_versions_order_by_number_and_post_release() -> None:
     assert Version("0.5.16+cu129") == Version("v0.5.16")
 
 
+@pytest.mark.parametrize("text", [None, 5, 0.5, b"0.5.12", ["0.5.12"]])
+def test_a_version_that_is_no_text_is_malformed(text: object) -> None:
+    with pytest.raises(ProblemsError, match=r"engine\.version_malformed"):
+        Version(text)  # type: ignore[arg-type]
+
+
 def test_the_newest_known_versions() -> None:
     assert newest_known("sglang") == "0.5.23"
     assert newest_known("vllm") == "0.33.0"

@@ -164,6 +164,13 @@ def test_layers_that_the_contract_contradicts(tmp_path: Path) -> None:
     assert kinds(check_checkpoint(checkpoint, layers=[2, 30, 61])) == ["layers.out_of_range"]
 
 
+def test_layers_beside_a_contract_that_cannot_be_read_are_no_further_error(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / "eagle3_contract.json").write_text("{", encoding="utf-8")
+
+    assert kinds(check_checkpoint(checkpoint, layers=[2, 30, 58])) == ["file.not_json"]
+
+
 def test_a_dataset_does_not_prove_what_a_checkpoint_was_trained_on(tmp_path: Path) -> None:
     checkpoint = write_foreign(tmp_path / "draft", SPECFORGE, llama_tensors())
     dataset = write_store(tmp_path / "store", make_contract())

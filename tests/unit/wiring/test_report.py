@@ -34,6 +34,10 @@ def test_the_json_holds_every_field() -> None:
     assert json.loads(render_json([])) == {"format": "eagle3-problems", "format_version": 1, "ok": True, "problems": []}
 
 
+def test_the_json_keeps_letters_of_other_scripts() -> None:
+    assert "\u7ebf" in render_json([Problem("\u7ebf", "a.b", "m", "f")])
+
+
 def test_explain_tells_what_every_engine_calls_kimis_layers() -> None:
     rows = {(row.engine, row.first, row.last): row.ids for row in explain("kimi-k2.5", "2,30,58")}
 

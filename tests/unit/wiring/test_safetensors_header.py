@@ -65,6 +65,16 @@ def test_reads_integers_as_torch_does(tmp_path: Path, tensor: torch.Tensor) -> N
     assert read_int_tensor(path, "x") == tensor.to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize(("code", "size"), [(code, size) for size, codes in {
+    1: "BOOL U8 I8 F8_E4M3 F8_E5M2", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "I64 U64 F64",
+}.items() for code in codes.split()])  # fmt: skip
+def test_every_type_of_the_format_is_known_by_its_size(tmp_path: Path, code: str, size: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw({"x": {"dtype": code, "shape": [3], "data_offsets": [0, 3 * size]}}) + bytes(3 * size))
+
+    assert read_header(path).tensors["x"].dtype == code
+
+
 def test_a_float_or_absent_tensor_is_not_read_as_integers(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file(GOOD, path)
