@@ -126,8 +126,7 @@ def test_differences_are_named(found: tuple[int, ...], name: str | None) -> None
 def test_a_dropped_embedding_is_named() -> None:
     difference = compare_layers((-1, 2, 30), (2, 30))
 
-    assert difference is not None
-    assert difference[0] == "embedding_dropped"
+    assert difference == ("embedding_dropped", "the embedding is missing")
 
 
 def test_layers_in_words() -> None:
