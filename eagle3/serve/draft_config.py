@@ -7,7 +7,7 @@ Read in SGLang 0.5.8 to 0.5.23 (`models/llama_eagle3.py`, `models/llama.py`, `sp
   these; Transformers 5 moves them into `rope_parameters` by itself. `rope_parameters` alone would be lost on the
   former, and a second copy could contradict the first.
 - `norm_output`, `fc_norm` and `norm_before_fc` are top-level keys. Older servers ignore them, and read exactly three
-  aux layers (`eagle3.wiring.checkpoint_config.check_options` refuses both there).
+  aux layers (`eagle3.wiring.checkpoint_options` refuses both there).
 - A server refuses a draft whose context (`max_position_embeddings`, times a linear factor) is below the target's.
 - `target_hidden_size` is left out: drafters here have the target's width, and without that key the server takes the
   target's own embedding.
