@@ -131,6 +131,7 @@ def make_tiny_kimi(folder: Path | str, *, num_hidden_layers: int = 61, seed: int
     end_of_turn, media_pad = vocab["<|im_end|>"], vocab["<|media_pad|>"]
     text = {
         **_KIMI_TEXT,
+        "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
         "num_hidden_layers": num_hidden_layers,
         "bos_token_id": tokenizer.bos_token_id,
@@ -145,7 +146,7 @@ def make_tiny_kimi(folder: Path | str, *, num_hidden_layers: int = 61, seed: int
         "pad_token_id": tokenizer.pad_token_id,
         "projection_hidden_size": _KIMI_VISION["hidden_size"],
         "text_config": text,
-        "vision_config": _KIMI_VISION,
+        "vision_config": _KIMI_VISION | _PUBLISHED_KIMI_VISION | {"text_hidden_size": text["hidden_size"]},
     }
     # A copy: the constructor rewrites the nested model type.
     config = Kimi_K25Config(
@@ -181,10 +182,16 @@ _KIMI_TEXT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 2.827,
     "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 0,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 262144,
@@ -209,6 +216,26 @@ _KIMI_VISION: dict[str, Any] = {
     "patch_size": 4,
     "pos_emb_height": 4,
     "pos_emb_width": 4,
+}
+
+
+# The same and more under the names that the published config has and serving engines read.
+_PUBLISHED_KIMI_VISION: dict[str, Any] = {
+    "vt_hidden_size": 32,
+    "vt_intermediate_size": 32,
+    "vt_num_attention_heads": 2,
+    "vt_num_hidden_layers": 1,
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
+    "init_pos_emb_time": 4,
+    "pos_emb_type": "divided_fixed",
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "video_attn_type": "spatial_temporal",
+    "mm_projector_type": "patchmerger",
+    "mm_hidden_size": 32,
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-5,
 }
 
 
@@ -276,5 +303,7 @@ def _save(
 
 
 def _published_kimi_name(name: str) -> str:
-    """Transformers 5.24 saves `language_model.model.blocks.N` and `model.mm_projector.pre_norm`."""
-    return name.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model.")
+    """Transformers 5.24 saves `language_model.model.blocks.N`, `model.mm_projector.pre_norm` and
+    `vision_tower.encoder.patch_embed`."""
+    name = name.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model.")
+    return name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")

@@ -50,8 +50,8 @@ def decode_attention_cpu(
 
 def extend_attention_cpu(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     out: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -72,10 +72,12 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Several new tokens of each request, whose keys and values are in the cache already; writes `out` [R, h, d].
+    """Several new tokens of each request; writes `out` [R, h, d].
 
     Args:
         q: [R, h, d], the new tokens of all requests; those of request b start at `extend_starts[b]`.
+        k, v: [R, v, d], theirs. The cache need not hold them: multi-head latent attention keeps latents there, and
+            prefills with whole heads. If they are not given, they are in the cache.
         seq_lens: tokens of each request, the `extend_lens` new ones included.
         tree_mask: for draft trees, which of a request's new tokens each new token sees, square by square.
     """
@@ -84,16 +86,23 @@ def extend_attention_cpu(
     for request, length, new, start in zip(
         req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), extend_starts.tolist(), strict=True
     ):
-        slots = req_to_token[request, :length].long()
+        rows = slice(start, start + new)
         seen = torch.ones(new, length, dtype=torch.bool)
         if tree_mask is not None:
             seen[:, length - new :] = tree_mask.view(-1)[read : read + new * new].view(new, new).bool()
             read += new * new
         elif is_causal:
             seen = seen.tril(length - new)
-        rows = slice(start, start + new)
-        seen = _window(seen, window)
-        out[rows] = _attend(q[rows], key_cache[slots], value_cache[slots], scale, logit_cap, seen)
+        slots = req_to_token[request, : length if k is None else length - new].long()
+        keys = _joined(key_cache[slots], None if k is None else k[rows])
+        values = _joined(value_cache[slots], None if v is None else v[rows])
+        out[rows] = _attend(q[rows], keys, values, scale, logit_cap, _window(seen, window))
+
+
+def _joined(cached: Tensor, new: Tensor | None) -> Tensor:
+    if new is None:
+        return cached
+    return torch.cat([cached, new.to(cached.dtype)]) if len(cached) else new
 
 
 def _window(seen: Tensor, window: int) -> Tensor:
