@@ -187,6 +187,7 @@ def wiring_check(
     layers: Annotated[
         str | None, typer.Option(help="Output indices it was trained on, e.g. 2,30,58: for another tool's checkpoint.")
     ] = None,
+    cuda_graphs: Annotated[bool, typer.Option(help="The server uses CUDA graphs (its default).")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
@@ -201,6 +202,7 @@ def wiring_check(
         engine=engine,
         engine_version=engine_version,
         layers=parse_layers(layers) if layers is not None else None,
+        cuda_graphs=cuda_graphs,
     )
     print((render_json if as_json else render_text)(problems))
     if not problems and not as_json:

@@ -26,7 +26,7 @@ from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
 from eagle3.wiring.checkpoint_tensors import WEIGHTS_FILE
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
-from eagle3.wiring.engines import EngineIds, ids_to_write
+from eagle3.wiring.engines import EngineIds, find_convention, graphs_difference, ids_to_write
 from eagle3.wiring.layers import describe_layers
 from eagle3.wiring.targets import CONFIG_FILE, served_context, text_config
 
@@ -46,6 +46,7 @@ class ExportReport:
         contract: as written beside the weights.
         context_length: longest context the draft is exported for, in tokens.
         trained_length: longest row it was trained on, in tokens.
+        graphs_difference: in words, the other layers that this version's CUDA graphs capture; None if they do not.
     """
 
     output: Path
@@ -55,16 +56,20 @@ class ExportReport:
     contract: WiringContract
     context_length: int
     trained_length: int
+    graphs_difference: str | None
 
     @property
     def warnings(self) -> list[str]:
         """What is allowed, but may cost acceptance."""
-        if self.trained_length >= self.context_length:
-            return []
-        return [
-            f"trained on rows of up to {self.trained_length} tokens, exported for a context of {self.context_length}: "
-            "acceptance beyond the trained length is unmeasured"
-        ]
+        warnings = []
+        if self.graphs_difference is not None:
+            warnings.append(f"serve it with --disable-cuda-graph: {self.graphs_difference}")
+        if self.trained_length < self.context_length:
+            warnings.append(
+                f"trained on rows of up to {self.trained_length} tokens, exported for a context of "
+                f"{self.context_length}: acceptance beyond the trained length is unmeasured"
+            )
+        return warnings
 
     def render(self) -> str:
         """The report as text."""
@@ -105,7 +110,17 @@ def export_run(cfg: ServeConfig) -> ExportReport:
         contract.save(folder)
         _write_tensors(folder / WEIGHTS_FILE, tensors)
         _check_written(folder, output, ids)
-    return ExportReport(output, checkpoint.name, ids, cfg.engine_version is None, contract, context, trained.max_length)
+    wiring, convention = contract.wiring, find_convention(ids.engine, ids.version, contract.target_family)
+    return ExportReport(
+        output=output,
+        checkpoint=checkpoint.name,
+        ids=ids,
+        version_is_default=cfg.engine_version is None,
+        contract=contract,
+        context_length=context,
+        trained_length=trained.max_length,
+        graphs_difference=graphs_difference(wiring.boundaries, convention, wiring.num_hidden_layers),
+    )
 
 
 def _check_output(output: Path) -> None:
@@ -138,7 +153,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _check_written(folder: Path, output: Path, ids: EngineIds) -> None:
     """Refuses what the wiring check finds; the problems name the folder that would have appeared."""
-    problems = check_checkpoint(folder, engine=ids.engine, engine_version=ids.version)
+    problems = check_checkpoint(folder, engine=ids.engine, engine_version=ids.version, cuda_graphs=False)
     if problems:
         raise ProblemsError(
             [dataclasses.replace(item, where=item.where.replace(str(folder), str(output))) for item in problems],

@@ -55,7 +55,7 @@ def load_exported(folder: Path | str) -> SavedDraft:
             not write; a tensor that is not finite.
     """
     folder = Path(folder)
-    raise_problems(check_checkpoint(folder))
+    raise_problems(check_checkpoint(folder, cuda_graphs=False))
     config_file, model_file = folder / CONFIG_FILE, folder / EXPORTED_WEIGHTS_FILE
     config = draft_config_from_exported(read_json_object(config_file, "the config of an export"), str(config_file))
     contract = WiringContract.load(folder)

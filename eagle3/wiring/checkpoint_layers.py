@@ -15,6 +15,7 @@ from eagle3.wiring.engines import (
     ids_to_write,
     known_conventions,
     newest_known,
+    reads_ids,
     requested_boundaries,
     version_range,
 )
@@ -54,7 +55,9 @@ def version_to_check(config: Mapping[str, Any], engine: str, engine_version: str
     return str(Version(version)), reason
 
 
-def check_layers(config: Mapping[str, Any], stack: Stack, engine: str, version: str, where: str) -> list[Problem]:
+def check_layers(
+    config: Mapping[str, Any], stack: Stack, engine: str, version: str, where: str, cuda_graphs: bool = True
+) -> list[Problem]:
     """Layer ids that make this server capture anything but what the drafter was trained on.
 
     Where nobody says what that was, only ids that this server could not serve any drafter with.
@@ -90,9 +93,10 @@ def check_layers(config: Mapping[str, Any], stack: Stack, engine: str, version: 
         )
         problems.append(Problem(where, f"wiring.{difference[0]}", message, fix))
     wanted = stack.wiring.boundaries if stack.wiring is not None else requested
-    if graphs := graphs_difference(wanted, convention, stack.num_hidden_layers):
+    graphs = graphs_difference(wanted, convention, stack.num_hidden_layers)
+    if graphs and (cuda_graphs or not reads_ids(engine, Version(version))):
         message = f"{server} would verify with other layers than {describe_layers([b - 1 for b in wanted])}: {graphs}"
-        fix = "serve with 0.5.11 or newer, or with --disable-cuda-graph, which this check cannot see"
+        fix = "serve with 0.5.11 or newer, or with --disable-cuda-graph and tell the check (--no-cuda-graphs)"
         problems.append(Problem(where, "wiring.cuda_graphs", message, fix))
     return problems
 

@@ -67,6 +67,7 @@ def check_checkpoint(
     engine: str = "sglang",
     engine_version: str | None = None,
     layers: Sequence[int] | None = None,
+    cuda_graphs: bool = True,
 ) -> list[Problem]:
     """Everything that would go wrong if this draft checkpoint were served.
 
@@ -78,6 +79,8 @@ def check_checkpoint(
         engine_version: its version; default: the one that config.json's `eagle3.exported_for` records, else the
             newest known (`describe_checkpoint` says which).
         layers: output indices that the drafter was trained on, for a checkpoint of another tool; needs `target`.
+        cuda_graphs: the server uses CUDA graphs, as it does by itself; SGLang up to 0.5.10.post1 captures default
+            layers in them.
 
     Returns:
         All problems: config.json (`config.*`, `context.too_short`), layer ids (`layer_ids.*`, `wiring.*`,
@@ -111,7 +114,7 @@ def check_checkpoint(
     server = findings.get(lambda: (engine, version_to_check(config, engine, engine_version)[0]))
     _check_config(findings, folder, layout, context, server)
     if server is not None:
-        _check_layers(findings, folder, layout, stack, *server)
+        _check_layers(findings, folder, layout, stack, *server, cuda_graphs)
     _check_weights(findings, folder, layout, contract, facts, server)
     return findings.problems
 
@@ -124,6 +127,7 @@ def assert_wiring(
     *,
     target: str | Path | None = None,
     layers: Sequence[int] | None = None,
+    cuda_graphs: bool = True,
 ) -> None:
     """Raises if `check_checkpoint` finds anything.
 
@@ -132,7 +136,13 @@ def assert_wiring(
     """
     raise_problems(
         check_checkpoint(
-            checkpoint, dataset=dataset, target=target, engine=engine, engine_version=engine_version, layers=layers
+            checkpoint,
+            dataset=dataset,
+            target=target,
+            engine=engine,
+            engine_version=engine_version,
+            layers=layers,
+            cuda_graphs=cuda_graphs,
         )
     )
 
@@ -184,13 +194,19 @@ def _check_config(
 
 
 def _check_layers(
-    findings: _Findings, folder: Path, layout: Layout, stack: Stack | None, engine: str, version: str
+    findings: _Findings,
+    folder: Path,
+    layout: Layout,
+    stack: Stack | None,
+    engine: str,
+    version: str,
+    cuda_graphs: bool,
 ) -> None:
     where = str(folder / CONFIG_FILE)
     if stack is None:
         findings.add(ids_of(layout.fields, engine, where)[1])
         return
-    findings.add(findings.get(lambda: check_layers(layout.fields, stack, engine, version, where)) or [])
+    findings.add(findings.get(lambda: check_layers(layout.fields, stack, engine, version, where, cuda_graphs)) or [])
     if stack.wiring is not None:
         findings.add(check_recorded(layout.fields, stack.wiring, where))
         if engine != "vllm":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.wiring.conventions import ANY_FAMILY, BEGINNING, CONVENTIONS, ENGINE_NAMES, UNREADABLE, Convention, Rule
 from eagle3.wiring.layers import LayerWiring, default_boundaries, describe_layers
+from eagle3.wiring.sglang_table import IDS_READ_SINCE
 from eagle3.wiring.version import Version as Version
 
 PROBE = "ask the running server: eagle3 wiring probe --server URL"
@@ -89,12 +90,13 @@ def ids_to_write(wiring: LayerWiring, engine: str, version: str | None, family: 
 
     Raises:
         ProblemsError: as `find_convention`, and `engine.embedding`, `engine.last_layer`, `engine.inexpressible`,
-            `engine.cuda_graphs` for layers that this engine cannot be told to capture.
+            `engine.ids_ignored` for layers that this engine cannot be told to capture. CUDA graphs that ignore the
+            ids are no reason, since they can be switched off: see `graphs_difference`.
     """
     convention = find_convention(engine, version, family)
     wanted = version if version is not None else newest_known(engine)
     server = f"{ENGINE_NAMES[engine]} {wanted}"
-    if problems := _unreachable(wiring, convention, server, family):
+    if problems := _unreachable(wiring, convention, Version(wanted), family):
         raise ProblemsError(problems)
     for ids in (wiring.output_indices, wiring.boundaries):
         if requested_boundaries(ids, convention, wiring.num_hidden_layers) == wiring.boundaries:
@@ -143,6 +145,11 @@ def graphs_difference(boundaries: Sequence[int], convention: Convention, num_hid
     return f"its CUDA graphs capture {layers}, whatever the ids (sglang PR 22836, fixed in 0.5.11)"
 
 
+def reads_ids(engine: str, version: Version) -> bool:
+    """Whether this version reads layer ids at all."""
+    return engine != "sglang" or version >= Version(IDS_READ_SINCE)
+
+
 def _other_versions(candidates: Sequence[Convention]) -> str:
     ranges = [version_range(item.first, item.last) for item in candidates if not item.unsupported]
     return f"use a known version: {', '.join(ranges)}" if ranges else "use another engine"
@@ -158,8 +165,8 @@ def _of_engine(engine: str) -> list[Convention]:
     return found
 
 
-def _unreachable(wiring: LayerWiring, convention: Convention, server: str, family: str) -> list[Problem]:
-    problems = []
+def _unreachable(wiring: LayerWiring, convention: Convention, version: Version, family: str) -> list[Problem]:
+    server, problems = f"{ENGINE_NAMES[convention.engine]} {version}", []
     if 0 in wiring.boundaries and not convention.embedding:
         later = [other for other in known_conventions(convention.engine, family) if other.embedding]
         fix = "train without -1" + (f", or serve with {later[0].first} or newer" if later else "")
@@ -169,7 +176,10 @@ def _unreachable(wiring: LayerWiring, convention: Convention, server: str, famil
         message = f"cannot capture the last layer's output for target family {family!r}"
         fix = f"train on layers up to {wiring.num_hidden_layers - 2}"
         problems.append(Problem(server, "engine.last_layer", message, fix))
-    if difference := graphs_difference(wiring.boundaries, convention, wiring.num_hidden_layers):
-        fix = "serve with 0.5.11 or newer, or train on the default layers"
-        problems.append(Problem(server, "engine.cuda_graphs", f"cannot capture these layers: {difference}", fix))
+    if not reads_ids(convention.engine, version):
+        defaults = default_boundaries(wiring.num_hidden_layers)
+        if wiring.boundaries != defaults:
+            message = f"captures boundaries {list(defaults)}, whatever the ids"
+            fix = f"serve with {IDS_READ_SINCE} or newer, or train on the default layers"
+            problems.append(Problem(server, "engine.ids_ignored", message, fix))
     return problems

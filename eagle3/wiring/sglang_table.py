@@ -18,6 +18,8 @@ READ = "2026-11-29"
 # Up to here the CUDA graph runner calls `set_eagle3_layers_to_capture()` without ids just before it captures, and the
 # checkpoint's ids are set only afterwards: verification runs in graphs that hold the default layers (sglang PR 22836).
 LAST_WITH_DEFAULT_GRAPHS, FIRST_WITHOUT = "0.5.10.post1", "0.5.11"
+# Older ones capture the default layers in every forward pass.
+IDS_READ_SINCE = "0.4.9"
 _SETTER = "set_eagle3_layers_to_capture"
 _NO_EMBEDDING, _EMBEDDING, _BOTH_ENDS = (False, False), (True, False), (True, True)
 

@@ -49,7 +49,7 @@ def test_explain_names_the_ids_of_both_sides_of_the_kimi_change(capsys: pytest.C
     code, out, _ = run(capsys, "wiring", "explain", "--target", "kimi-k2.5", "--layers", "2,30,58")
 
     assert code == 0
-    assert "0.5.11 to 0.5.12.post1" in out and "0.5.13" in out
+    assert "0.5.10 to 0.5.12.post1" in out and "0.5.13" in out
     assert "[2, 30, 58]" in out and "[3, 31, 59]" in out
 
 

@@ -87,6 +87,7 @@ def test_two_exports_are_byte_equal(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "ids"),
     [
+        ("0.5.10", [2, 30, 58]),
         ("0.5.11", [2, 30, 58]),
         ("0.5.12.post1", [2, 30, 58]),
         ("0.5.13", [3, 31, 59]),
@@ -105,9 +106,20 @@ def test_kimi_ids_are_those_that_this_version_needs(tmp_path: Path, version: str
         "context_length": 8192,
     }
     assert not report.version_is_default
-    assert not check_checkpoint(tmp_path / "out", engine="sglang", engine_version=version)
+    assert not check_checkpoint(tmp_path / "out", engine="sglang", engine_version=version, cuda_graphs=False)
     other = "0.5.23" if ids[0] == 2 else "0.5.12.post1"
     assert check_checkpoint(tmp_path / "out", engine="sglang", engine_version=other)
+
+
+@pytest.mark.parametrize(("version", "differs"), [("0.5.10.post1", True), ("0.5.11", False)])
+def test_an_export_warns_of_cuda_graphs_that_ignore_its_ids_and_a_check_refuses_them(
+    tmp_path: Path, version: str, differs: bool
+) -> None:
+    report = export_run(serve(make_kimi_run(tmp_path), tmp_path / "out", engine_version=version))
+    assert any("--disable-cuda-graph" in warning for warning in report.warnings) == differs
+    found = check_checkpoint(tmp_path / "out", engine_version=version)
+    assert [problem.kind for problem in found] == (["wiring.cuda_graphs"] if differs else [])
+    assert not check_checkpoint(tmp_path / "out", engine_version=version, cuda_graphs=False)
 
 
 @pytest.mark.parametrize("version", ["0.5.8", "0.5.9"])

@@ -12,6 +12,7 @@ from eagle3.wiring.conventions import CONVENTIONS, UNREADABLE, Convention, Rule
 from eagle3.wiring.engines import (
     Version,
     find_convention,
+    graphs_difference,
     ids_to_write,
     known_conventions,
     newest_known,
@@ -19,7 +20,6 @@ from eagle3.wiring.engines import (
 )
 from eagle3.wiring.layers import LayerWiring
 from eagle3.wiring.targets import family_of_model_type
-from tests.unit.wiring.cases import wiring
 
 RELEASES = re.findall(
     r"\S+",
@@ -169,21 +169,26 @@ def test_what_is_not_known_offers_the_probe(version: str, family: str) -> None:
         find_convention("sglang", version, family)
 
 
-def test_cuda_graphs_up_to_0_5_10_post1_hold_the_default_layers() -> None:
-    for version in ("0.5.4.post2", "0.5.10.post1"):
-        ids = ids_to_write(wiring(1, 29, 57), "sglang", version, "deepseek").ids
-        assert ids == (1, 29, 57)
-        with pytest.raises(ProblemsError) as caught:
-            ids_to_write(wiring(2, 30, 58), "sglang", version, "deepseek")
-        (problem,) = caught.value.problems
-        assert problem.kind == "engine.cuda_graphs"
-        assert "the outputs of layers 1, 29, 57" in problem.message and "0.5.11" in problem.fix
-    assert ids_to_write(wiring(2, 30, 58), "sglang", "0.5.11", "deepseek").ids == (2, 30, 58)
+@pytest.mark.parametrize(
+    ("version", "boundaries", "differs"),
+    [
+        ("0.5.4.post2", (3, 31, 59), True),
+        ("0.5.10.post1", (3, 31, 59), True),
+        ("0.5.10.post1", (2, 30, 58), False),
+        ("0.5.11", (3, 31, 59), False),
+    ],
+)
+def test_cuda_graphs_up_to_0_5_10_post1_hold_the_default_layers(
+    version: str, boundaries: tuple[int, ...], differs: bool
+) -> None:
+    said = graphs_difference(boundaries, find_convention("sglang", version, "deepseek"), 61)
+
+    assert (said is not None and "the outputs of layers 1, 29, 57" in said) == differs
 
 
 def test_the_first_releases_capture_the_default_layers_whatever_the_ids() -> None:
     assert ids_to_write(LayerWiring((1, 15, 28), 32), "sglang", "0.4.8", "llama").ids == (1, 15, 28)
-    with pytest.raises(ProblemsError, match=r"engine\.cuda_graphs"):
+    with pytest.raises(ProblemsError, match=r"engine\.ids_ignored"):
         ids_to_write(LayerWiring((1, 15, 29), 32), "sglang", "0.4.8", "llama")
 
 
