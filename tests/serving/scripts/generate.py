@@ -1,8 +1,8 @@
 """A whole SGLang engine: greedy answers to prompts of token ids, with or without a drafter.
 
-Request: `target`, `prompts` (lists of token ids), `max_new_tokens`; optional `drafters` (folders), `steps` (3),
-`options` (more arguments of the engine). Reply: for each drafter (or for none) a list with, for each prompt,
-`output_ids` and SGLang's `meta_info`.
+Request: `target`, `prompts` (lists of token ids), `max_new_tokens` (one number, or one for each); optional
+`drafters` (folders), `steps` (3), `options` (more arguments of the engine). Reply: for each drafter (or for none) a
+list with, for each prompt, `output_ids` and SGLang's `meta_info`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def answers(request: dict[str, Any], drafter: str | None) -> list[dict[str, Any]
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": steps + 1,
         }
-    sampling = {"temperature": 0, "max_new_tokens": request["max_new_tokens"], "ignore_eos": True}
+    count = request["max_new_tokens"]
+    counts = [count] * len(request["prompts"]) if isinstance(count, int) else count
+    sampling = [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True} for count in counts]
     running = sglang.Engine(**options | request.get("options", {}))
     try:
-        replies = [running.generate(input_ids=ids, sampling_params=sampling) for ids in request["prompts"]]
+        replies = running.generate(input_ids=request["prompts"], sampling_params=sampling)
     finally:
         running.shutdown()
     return [{"output_ids": reply["output_ids"], "meta_info": reply["meta_info"]} for reply in replies]
