@@ -42,6 +42,7 @@ class StoreReader:
         self.contract = manifest.contract
         self.settings = manifest.settings
         self.target_config = manifest.target_config
+        self.fingerprint = manifest.fingerprint
         self.samples: list[SampleInfo] = []
         self._places: list[tuple[str, int]] = []
         for shard in manifest.shards:

@@ -31,6 +31,7 @@ from eagle3.errors import Problem, ProblemsError
 from eagle3.files import sha256_file
 from eagle3.progress import progress
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, read_header
 
 _REDO = "run `eagle3 extract` with the same settings again: it redoes damaged and missing shards"
@@ -67,7 +68,7 @@ def verify(folder: Path | str, deep: bool = False, expected: WiringContract | No
 def check_store(folder: Path, manifest: Manifest, expected: WiringContract | None = None) -> list[Problem]:
     """Sizes and headers of every file, files that should not be there, and whether there is any sample.
 
-    Reads no states; `expected` is as in `verify`.
+    Reads no states but the few rows of the fingerprint; `expected` is as in `verify`.
     """
     problems = check_target_head(folder, manifest)
     for shard in manifest.shards:
@@ -77,6 +78,8 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
         if path.name not in listed:
             message = "is not in the manifest (a writer is at work or was killed before it listed the shard)"
             problems.append(Problem(str(path), "store.shard_unlisted", message, _REDO))
+    if not problems:
+        problems += check_stored_fingerprint(folder, manifest.to_dict(), manifest.contract)
     if not manifest.shards:
         problems.append(Problem(str(folder), "store.empty", "holds no sample yet", "run `eagle3 extract` to its end"))
     if expected is not None:

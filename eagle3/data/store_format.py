@@ -15,6 +15,7 @@ from typing import Any
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import read_json
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_file import Fingerprint
 
 FORMAT = "eagle3-hidden-states"
 FORMAT_VERSION = 1
@@ -69,6 +70,7 @@ class Manifest:
     settings: dict[str, Any]
     target_config: dict[str, Any]
     target_head: FileInfo
+    fingerprint: Fingerprint | None = None
     shards: tuple[ShardInfo, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class Manifest:
             "settings": self.settings,
             "target_config": self.target_config,
             "target_head": vars(self.target_head),
+            "fingerprint": None if self.fingerprint is None else self.fingerprint.to_dict(),
             "shards": [shard.to_dict() for shard in self.shards],
             "provenance": self.provenance,
         }
@@ -148,6 +151,9 @@ def parse_manifest(value: object, where: str) -> Manifest:
             problems += _check_shard_entry(shard, f"shards[{number}]", where)
     raise_problems(problems)
     assert contract is not None
+    fingerprint = value["fingerprint"]
+    if fingerprint is not None:
+        fingerprint = Fingerprint.from_dict(fingerprint, contract, f"{where}: fingerprint")
     shards = tuple(_shard(shard) for shard in value["shards"])
     raise_problems(_check_repeats(shards, where))
     return Manifest(
@@ -155,6 +161,7 @@ def parse_manifest(value: object, where: str) -> Manifest:
         settings=value["settings"],
         target_config=value["target_config"],
         target_head=FileInfo(**value["target_head"]),
+        fingerprint=fingerprint,
         shards=shards,
         provenance=value["provenance"],
     )
@@ -167,9 +174,11 @@ _MANIFEST_FIELDS = {
     "settings": dict,
     "target_config": dict,
     "target_head": dict,
+    "fingerprint": dict,
     "shards": list,
     "provenance": dict,
 }
+_NULLABLE = {"fingerprint"}
 _FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
 _SHARD_FIELDS = {**_FILE_FIELDS, "tokens": int, "samples": list}
 _SAMPLE_FIELDS = {"id": str, "tokens": int, "supervised": int}
@@ -190,7 +199,7 @@ def _check_fields(value: object, path: str, fields: Mapping[str, type], where: s
             problems.append(_problem(where, "manifest_key", f"{prefix}{key} is missing"))
         elif key not in fields:
             problems.append(_problem(where, "manifest_key", f"{prefix}{key} is not part of the format"))
-        elif type(value[key]) is not fields[key]:
+        elif type(value[key]) is not fields[key] and not (key in _NULLABLE and value[key] is None):
             found, expected = type(value[key]).__name__, fields[key].__name__
             problems.append(_problem(where, "manifest_type", f"{prefix}{key} is a {found}, expected {expected}"))
     return problems

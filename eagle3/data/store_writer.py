@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.data.store_check import check_shard, check_target_head, target_head_shapes
+from eagle3.data.store_fingerprint import OtherStates, make_fingerprint
 from eagle3.data.store_format import (
     LOCK_FILE,
     MANIFEST_FILE,
@@ -47,6 +48,7 @@ class StoreWriter:
         target_config: the target's text config.
         target_head: `embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] unless tied.
         provenance: command line, versions and so on, recorded when the store is created; never compared.
+        other_states: gives further layers' states for the fingerprint, see `make_fingerprint`.
 
     Raises:
         ProblemsError: another writer is at work; the store has other settings or another contract (every
@@ -61,8 +63,10 @@ class StoreWriter:
         target_config: Mapping[str, Any],
         target_head: Mapping[str, torch.Tensor],
         provenance: Mapping[str, Any] | None = None,
+        other_states: OtherStates | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self._other_states = other_states
         self.redone: list[Problem] = []
         """Shards of an earlier run that were found damaged and dropped, to be extracted again."""
         raise_problems(_check_head(target_head, contract))
@@ -107,7 +111,11 @@ class StoreWriter:
         write_atomic(path, write)
         shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
         shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
-        self._manifest, before = replace(self._manifest, shards=tuple(shards)), self._manifest
+        fingerprint = self._manifest.fingerprint
+        if fingerprint is None:
+            fingerprint = make_fingerprint(samples, self._manifest.contract, self._other_states)
+        before = self._manifest
+        self._manifest = replace(before, shards=tuple(shards), fingerprint=fingerprint)
         try:
             self._save_manifest()
         except BaseException:
@@ -148,7 +156,11 @@ class StoreWriter:
             manifest = replace(manifest, target_head=_write_target_head(self.folder, target_head))
         damaged = {shard.file: check_shard(self.folder, shard, manifest.contract) for shard in manifest.shards}
         self.redone = damaged_head + [problem for problems in damaged.values() for problem in problems]
-        return replace(manifest, shards=tuple(shard for shard in manifest.shards if not damaged[shard.file]))
+        shards = tuple(shard for shard in manifest.shards if not damaged[shard.file])
+        kept = {sample.id for shard in shards for sample in shard.samples}
+        if manifest.fingerprint is not None and manifest.fingerprint.sample not in kept:
+            manifest = replace(manifest, fingerprint=None)
+        return replace(manifest, shards=shards)
 
     def _check_samples(self, samples: Sequence[StoredSample]) -> list[Problem]:
         problems, ids = [], Counter(sample.id for sample in samples)

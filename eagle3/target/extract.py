@@ -21,6 +21,7 @@ from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samp
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
 from eagle3.target.selfcheck import self_check
+from eagle3.wiring.layers import EMBEDDING, LayerWiring
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def _extract(plan: ExtractPlan) -> int:
         plan.files.text_config,
         {name: tensor.cpu() for name, tensor in tensors.items()},
         provenance={**provenance(), "config": cfg.model_dump(mode="json")},
+        other_states=lambda token_ids: _neighbours(engine, token_ids),
     ) as writer:
         for problem in writer.redone:
             print(f"redone: {problem}", file=sys.stderr)
@@ -111,6 +113,20 @@ def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWrite
                 advance(sum(lengths[missing[place]] for place in batch))
             writer.write_shard([stored[index] for index in missing])
     return sum(map(len, work))
+
+
+def _neighbours(engine: TransformersEngine, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    """States [T, H] of the embedding and of the layers before and after the captured ones, by output index."""
+    wiring = engine.wiring
+    near = {index + step for index in wiring.output_indices for step in (-1, 1)} | {EMBEDDING}
+    others = sorted(near.difference(wiring.output_indices).intersection(range(EMBEDDING, wiring.num_hidden_layers)))
+    if not others:
+        return {}
+    beside = TransformersEngine(
+        engine.model, engine.spec, LayerWiring(tuple(others), wiring.num_hidden_layers), engine.last_hidden_states
+    )
+    states = beside.capture([token_ids])[0].aux_hidden_states.chunk(len(others), dim=-1)
+    return dict(zip(others, states, strict=True))
 
 
 def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> dict[int, StoredSample]:

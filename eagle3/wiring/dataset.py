@@ -8,6 +8,7 @@ from typing import Any
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import read_json_object
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import read_header
 
 MANIFEST_FILE = "manifest.json"
@@ -38,15 +39,16 @@ def dataset_target_config(folder: Path) -> dict[str, Any] | None:
 def check_dataset(path: str | Path, expected: WiringContract | None = None) -> list[Problem]:
     """Whether a hidden-state store's contract is sound, and its shards have the widths and types that it says.
 
-    It reads headers only: sizes, checksums and samples are checked by `eagle3.data`, and that the states are what
-    the contract says by extraction, against the model itself.
+    It reads headers, and the few rows that the fingerprint is made of. Sizes, checksums and samples are checked by
+    `eagle3.data`, and that the states are what the contract says by extraction and by `eagle3 wiring probe`, against
+    the model itself.
 
     Args:
         path: folder with manifest.json.
         expected: a contract that the store's must equal.
 
     Returns:
-        All problems; kinds `file.*`, `contract.*`, `layers.*`, `dataset.*`, `safetensors.*`.
+        All problems; kinds `file.*`, `contract.*`, `layers.*`, `dataset.*`, `safetensors.*`, `fingerprint.*`.
     """
     folder = Path(path)
     try:
@@ -54,10 +56,11 @@ def check_dataset(path: str | Path, expected: WiringContract | None = None) -> l
     except ProblemsError as error:
         return list(error.problems)
     problems = contract.compare(expected, "dataset", "expected contract") if expected is not None else []
-    shards = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store").get("shards")
+    manifest = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store")
+    shards = manifest.get("shards")
     for shard in shards if isinstance(shards, list) else [None]:
         problems += _shard_problems(folder, shard, contract)
-    return problems
+    return problems or check_stored_fingerprint(folder, manifest, contract)
 
 
 def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> list[Problem]:

@@ -14,7 +14,7 @@ from eagle3.wiring.contract import WiringContract
 
 GOLDEN = Path(__file__).parent / "hidden_state_store_v1"
 SHA256 = {
-    "manifest.json": "sha256:fa4c2ad73149d52c1e6e02539a255cb78a917ffcab5c2c1194e7740ab58989ca",
+    "manifest.json": "sha256:c07ac2fe835f4a4683a08bfa9dd1996ca429bdcb4cdb14c13af4b26e75def8d5",
     "shard-00000.safetensors": "sha256:9919a01936ce7f7b895018d664c6759e96d42b582f7adc7b81e48fe216a3b22a",
     "shard-00001.safetensors": "sha256:767e0a31792363940fc1bf1fe3936ec0d5bddecea76f18dbc5a0156c846e7a38",
     "target_head.safetensors": "sha256:d5f555f6413c4f5acbb33feae4fd711862a619e4eb2e6f584a0c3d101eb6eff8",
