@@ -27,10 +27,11 @@ from eagle3.wiring.checkpoint_tensors import WEIGHTS_FILE
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
 from eagle3.wiring.engines import EngineIds, find_convention, graphs_difference, ids_to_write
+from eagle3.wiring.fingerprint_file import FINGERPRINT_FILE, load_fingerprint
 from eagle3.wiring.layers import describe_layers
 from eagle3.wiring.targets import CONFIG_FILE, served_context, text_config
 
-_FILES = {CONFIG_FILE, WEIGHTS_FILE, CONTRACT_FILE}
+_FILES = {CONFIG_FILE, WEIGHTS_FILE, CONTRACT_FILE, FINGERPRINT_FILE}
 _FILE_TYPE = {"format": "pt"}  # as Transformers writes it; a single entry has one order, so one sequence of bytes
 
 
@@ -108,6 +109,8 @@ def export_run(cfg: ServeConfig) -> ExportReport:
     with atomic_folder(output) as folder:
         write_json_atomic(folder / CONFIG_FILE, config)
         contract.save(folder)
+        if (run / FINGERPRINT_FILE).is_file():
+            load_fingerprint(run)[0].save(folder)
         _write_tensors(folder / WEIGHTS_FILE, tensors)
         _check_written(folder, output, ids)
     wiring, convention = contract.wiring, find_convention(ids.engine, ids.version, contract.target_family)

@@ -82,6 +82,8 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
         run.mkdir(parents=True, exist_ok=True)
     write_text_atomic(run / CONFIG_FILE, dump_config(config))
     setup.contract.save(run / CONTRACT_FILE)
+    if (fingerprint := setup.samples.train.reader.fingerprint) is not None:
+        fingerprint.save(run)
     write_json_atomic(run / DRAFT_CONFIG_FILE, setup.module.model.config.to_dict())
     write_json_atomic(run / TARGET_CONFIG_FILE, setup.samples.train.reader.target_config)
     tables = {"d2t": setup.vocab.d2t, "t2d": setup.vocab.t2d}

@@ -31,6 +31,7 @@ from eagle3.wiring.conventions import ENGINE_NAMES
 from eagle3.wiring.dataset import check_dataset as check_dataset
 from eagle3.wiring.dataset import dataset_contract, dataset_target_config
 from eagle3.wiring.engines import boundaries_read
+from eagle3.wiring.fingerprint_file import check_fingerprint
 from eagle3.wiring.layers import LayerWiring, is_int
 from eagle3.wiring.layouts import Layout, recognise
 from eagle3.wiring.provenance import check_said_layers, no_contract
@@ -85,7 +86,7 @@ def check_checkpoint(
     Returns:
         All problems: config.json (`config.*`, `context.too_short`), layer ids (`layer_ids.*`, `wiring.*`,
         `engine.*`), weights (`checkpoint.*`, `safetensors.*`, `tensor.*`, `draft_vocab.*`), contract (`contract.*`,
-        `layers.*`), target (`target.*`).
+        `layers.*`, `fingerprint.*`), target (`target.*`).
     """
     folder, findings = Path(path), _Findings()
     if not (folder / CONFIG_FILE).is_file():
@@ -100,6 +101,8 @@ def check_checkpoint(
         findings.add(stored.compare(contract, "dataset", "checkpoint"))
     if contract is not None and facts is not None:
         findings.add(compare_target(contract, facts))
+    if contract is not None:
+        findings.add(check_fingerprint(folder, contract))
     config = findings.get(lambda: read_json_object(folder / CONFIG_FILE, "a checkpoint's config.json"))
     if config is None:
         return findings.problems

@@ -19,6 +19,7 @@ from eagle3.errors import ProblemsError
 from eagle3.files import write_json_atomic
 from eagle3.train.checkpoint import TrainState, save_checkpoint
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_file import load_fingerprint
 from eagle3.wiring.targets import config_digest
 
 VOCAB, HIDDEN = 32, 16
@@ -125,6 +126,7 @@ def make_run(
     contract = contract.with_draft_vocab(vocab.digest)
     run = Run(folder / "run", store, config, vocab, contract, make_state(config, spread=spread), embedding)
     write_run(run, target_config, max_length)
+    load_fingerprint(store)[0].save(run.folder)
     return run
 
 

@@ -18,6 +18,7 @@ from eagle3.train.checkpoint import TrainState, save_checkpoint
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.engines import newest_known
+from eagle3.wiring.fingerprint_file import load_fingerprint
 
 from .cases import (
     HIDDEN,
@@ -52,14 +53,35 @@ def refused(cfg: ServeConfig) -> ProblemsError:
     return caught.value
 
 
-def test_the_folder_holds_three_files_and_reads_back_as_the_run(run: Run, tmp_path: Path) -> None:
+def test_the_folder_holds_four_files_and_reads_back_as_the_run(run: Run, tmp_path: Path) -> None:
     export_run(serve(run, tmp_path / "out", dtype="float32"))
-    assert set(content(tmp_path / "out")) == {"config.json", "model.safetensors", "eagle3_contract.json"}
+    files = {"config.json", "model.safetensors", "eagle3_contract.json", "eagle3_fingerprint.json"}
+    assert set(content(tmp_path / "out")) == files
     assert not list(tmp_path.glob("*.tmp"))
     draft = load_exported(tmp_path / "out")
     assert draft.contract == run.contract and draft.vocab.digest == run.vocab.digest and draft.config == run.config
     assert draft.state.keys() == run.state.keys()
     assert all(torch.equal(draft.state[name], run.state[name]) for name in run.state)
+
+
+def test_the_fingerprint_of_the_dataset_comes_along(run: Run, tmp_path: Path) -> None:
+    export_run(serve(run, tmp_path / "out"))
+    fingerprint, contract = load_fingerprint(tmp_path / "out")
+    assert fingerprint == load_fingerprint(run.dataset)[0] and contract == run.contract
+    export_run(serve(run, tmp_path / "out"))
+
+
+def test_a_run_without_a_fingerprint_is_exported_without_one(run: Run, tmp_path: Path) -> None:
+    (run.folder / "eagle3_fingerprint.json").unlink()
+    export_run(serve(run, tmp_path / "out"))
+    assert "eagle3_fingerprint.json" not in content(tmp_path / "out")
+
+
+def test_a_damaged_fingerprint_is_not_exported(run: Run, tmp_path: Path) -> None:
+    path = run.folder / "eagle3_fingerprint.json"
+    path.write_text(path.read_text().replace('"sample": "sample-0"', '"sample": "sample-1"'))
+    assert kinds(refused(serve(run, tmp_path / "out"))) == ["fingerprint.digest"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_file_has_exactly_the_names_that_sglang_reads(run: Run, tmp_path: Path) -> None:

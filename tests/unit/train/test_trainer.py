@@ -12,6 +12,7 @@ from eagle3.files import read_json
 from eagle3.train.setup import make_setup
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
+from eagle3.wiring.fingerprint_file import load_fingerprint
 from tests.stores import random_sample, train_config, write_random_store
 
 
@@ -28,6 +29,7 @@ def test_the_drafter_learns_and_the_run_says_so(tmp_path: Path) -> None:
     draft = {"init": "random"}
     result = run_training(train_config(store, tmp_path / "run", batch_size=3, epochs=40, draft=draft))
     records = log(tmp_path / "run")
+    assert load_fingerprint(tmp_path / "run")[0] == load_fingerprint(store)[0]
     assert result.steps == len(records) == 80
     assert records[0]["step_accuracy"][0] < 0.3
     assert records[-1]["step_accuracy"][0] > 0.8
