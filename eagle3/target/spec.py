@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # The caller refuses missing and mismatched weights, all of them by name; alone, Transformers names no mismatched one.
 LOADING: Any = {
@@ -31,6 +31,9 @@ class TargetSpec:
     a family.
     """
 
+    weight_prefix = ""
+    """What the names of the text model's weights begin with in a published checkpoint."""
+
     def __init__(self, *model_types: str) -> None:
         self.model_types = model_types
 
@@ -38,6 +41,13 @@ class TargetSpec:
         """The text model with its language head, and Transformers' loading info (missing keys and the like)."""
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **LOADING)
         return loaded
+
+    def empty(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """The same model on the meta device: its modules, without their weights."""
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model
 
     def decoder_layers(self, model: PreTrainedModel) -> Sequence[nn.Module]:
         """The N decoder layers, in order; layer i's output is output index i."""

@@ -26,17 +26,31 @@ class KimiSpec(TargetSpec):
     """Reads every value from the checkpoint's config: the class defaults are DeepSeek-V3's, not Kimi's."""
 
     def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-        published = read_json(folder / "config.json", "the target's config")
-        values = {k: v for k, v in published.get("text_config", published).items() if k not in _DROPPED_KEYS}
-        config = DeepseekV3Config(**values)
         loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
-            folder, config=config, key_mapping=_TEXT_PREFIX, dtype=dtype, **LOADING
+            folder, config=_config(folder), key_mapping=_TEXT_PREFIX, dtype=dtype, **LOADING
         )
         return loaded
+
+    def empty(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        with torch.device("meta"):
+            model: PreTrainedModel = DeepseekV3ForCausalLM._from_config(_config(folder), dtype=dtype)
+        return model
 
     def non_text_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
         return frozenset(config[key] for key in _NON_TEXT_KEYS if isinstance(config.get(key), int))
 
 
+class KimiK25Spec(KimiSpec):
+    """The text model inside a vision-language checkpoint."""
+
+    weight_prefix = "language_model."
+
+
+def _config(folder: Path) -> DeepseekV3Config:
+    published = read_json(folder / "config.json", "the target's config")
+    text = published.get("text_config", published)
+    return DeepseekV3Config(**{key: value for key, value in text.items() if key not in _DROPPED_KEYS})
+
+
 KIMI_K2 = KimiSpec("kimi_k2")
-KIMI_K25 = KimiSpec("kimi_k25")
+KIMI_K25 = KimiK25Spec("kimi_k25")
