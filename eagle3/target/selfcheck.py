@@ -57,10 +57,10 @@ def self_check(
     raise_problems(problems, "the self-check failed")
 
 
-def pick_samples(lengths: Sequence[int]) -> list[int]:
-    """A few indices from the shortest to the longest, so that the batch they make is padded."""
+def pick_samples(lengths: Sequence[int], most: int = _SAMPLES) -> list[int]:
+    """A few indices (at most `most`) from the shortest to the longest, so that the batch they make is padded."""
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
-    count = min(_SAMPLES, len(order))
+    count = min(most, len(order))
     return [order[round(step * (len(order) - 1) / max(count - 1, 1))] for step in range(count)]
 
 
