@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -23,7 +23,7 @@ from eagle3.config import (
     field_help,
     load_config,
 )
-from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem
+from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem, problem_error
 
 EXIT_INTERRUPTED = 130
 
@@ -39,6 +39,7 @@ data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
 app.add_typer(wiring_app, name="wiring")
 app.add_typer(data_app, name="data")
 
+ProbeEngine = Literal["auto", "transformers", "streamed"]
 ConfigT = TypeVar("ConfigT", bound=Section)
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
@@ -208,6 +209,41 @@ def wiring_check(
     if not problems and not as_json:
         print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
     raise typer.Exit(exit_code(problems))
+
+
+@wiring_app.command("probe")
+def wiring_probe(
+    path: Annotated[Path, typer.Argument(help="Hidden-state store, run or exported checkpoint.")],
+    target: Annotated[str | None, typer.Option(help="Target to compute again: checkpoint folder or hub id.")] = None,
+    server: Annotated[str | None, typer.Option(help="Or: URL of a running SGLang that serves the drafter.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Stored samples to compute again, beside the fingerprint.")] = 4,
+    engine: Annotated[
+        ProbeEngine, typer.Option(help="How the target is run; auto streams what does not fit.")
+    ] = "auto",
+    skip_last: Annotated[
+        bool, typer.Option("--skip-last", help="Leave the last hidden states and layers out.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto.")] = "auto",
+    api_key: Annotated[str | None, typer.Option(envvar="EAGLE3_API_KEY", help="API key of the server.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each slot of a store, or of a running server, really holds; exit code 0 or 2."""
+    from eagle3.wiring.report import exit_code
+
+    if (target is None) == (server is None):
+        fix = "give one: the target, to check a store, or the server, to check how it feeds the drafter"
+        raise problem_error("wiring probe", "probe.what", "needs either --target or --server", fix)
+    if server is not None:
+        from eagle3.serve.server_probe import probe_server
+
+        report = probe_server(path, server, api_key=api_key)
+    else:
+        from eagle3.target.probe import probe_dataset
+
+        assert target is not None
+        report = probe_dataset(path, target, samples, engine, last=not skip_last, device=device)
+    print(report.render(as_json))
+    raise typer.Exit(exit_code(report.problems))
 
 
 @data_app.command("verify")
