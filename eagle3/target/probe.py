@@ -16,7 +16,8 @@ from typing import Literal
 import psutil
 import torch
 
-from eagle3.config import Dtype, TargetConfig
+from eagle3.config import TargetConfig
+from eagle3.config.schema import Dtype
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.errors import raise_problems
