@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ def check_stored_fingerprint(folder: Path, manifest: Mapping[str, Any], contract
         fingerprint = Fingerprint.from_dict(manifest["fingerprint"], contract, where)
     except ProblemsError as error:
         return list(error.problems)
-    place = _place(shards, fingerprint.sample)
+    place = None
+    with suppress(KeyError, TypeError):  # other checks name what is wrong with the list of shards
+        place = _place(shards, fingerprint.sample)
     if place is None:
         message = f"is of sample {fingerprint.sample!r}, which the store does not hold"
         return [Problem(where, "fingerprint.sample", message, _FIX)]
     path, begin, tokens = folder / place[0], place[1], place[2]
     try:
         differing = _differences(path, read_header(path), begin, tokens, fingerprint, contract)
-    except (ProblemsError, OSError, KeyError):
+    except (ProblemsError, KeyError, struct.error):
         return []
     if not differing:
         return []
@@ -53,7 +56,7 @@ def check_stored_fingerprint(folder: Path, manifest: Mapping[str, Any], contract
 
 def _place(shards: Any, sample: str) -> tuple[str, int, int] | None:
     """The shard's file name, the sample's first row in it, and its tokens."""
-    for shard in shards if isinstance(shards, list) else []:
+    for shard in shards:
         row = 0
         for item in shard["samples"]:
             if item["id"] == sample:

@@ -84,13 +84,7 @@ def test_other_layers_are_added_rounded_like_the_stored_ones() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_stores_fingerprint_equals_its_shard_in_every_type(tmp_path: Path, dtype: str) -> None:
-    kind = getattr(torch, dtype)
-
-    def cast(item: StoredSample) -> StoredSample:
-        aux, last = item.aux_hidden_states * 0.37, item.last_hidden_states * 0.37
-        return replace(item, aux_hidden_states=aux.to(kind), last_hidden_states=last.to(kind))
-
-    folder = write_random_store(tmp_path / "s", contract=contract(dtype), change=cast)
+    folder = write_random_store(tmp_path / "s", contract=contract(dtype), change=cast_to(dtype))
 
     assert StoreReader(folder).fingerprint is not None
     assert verify(folder, deep=True) == [] and check_dataset(folder) == []
@@ -106,16 +100,29 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> d
 
 def spoil(folder: Path, tensor: str, row: int, column: int) -> None:
     """Changes one number in the first shard, and nothing else."""
+    size = 2 if json.loads((folder / "manifest.json").read_text())["contract"]["dtype"] != "float32" else 4
     path = folder / "shard-00000.safetensors"
     raw = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
     info = json.loads(raw[8:start])[tensor]
     width = (info["shape"] + [1])[1]
-    place = start + info["data_offsets"][0] + 4 * (row * width + column)
-    raw[place : place + 4] = struct.pack("<i" if tensor == "input_ids" else "<f", 7)
+    size = 4 if tensor == "input_ids" else size
+    place = start + info["data_offsets"][0] + size * (row * width + column)
+    raw[place : place + size] = struct.pack("<i" if tensor == "input_ids" else "<f", 7)[-size:]
     path.write_bytes(raw)
 
 
+def cast_to(dtype: str) -> Callable[[StoredSample], StoredSample]:
+    kind = getattr(torch, dtype)
+
+    def cast(item: StoredSample) -> StoredSample:
+        aux, last = item.aux_hidden_states * 0.37, item.last_hidden_states * 0.37
+        return replace(item, aux_hidden_states=aux.to(kind), last_hidden_states=last.to(kind))
+
+    return cast
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("tensor", "column", "said"),
     [
@@ -126,9 +133,9 @@ def spoil(folder: Path, tensor: str, row: int, column: int) -> None:
     ],
 )
 def test_a_fingerprint_that_disagrees_with_its_shard_is_a_named_problem(
-    tmp_path: Path, tensor: str, column: int, said: str
+    tmp_path: Path, tensor: str, column: int, said: str, dtype: str
 ) -> None:
-    folder = write_random_store(tmp_path / "s")
+    folder = write_random_store(tmp_path / "s", contract=contract(dtype), change=cast_to(dtype))
     fingerprint = StoreReader(folder).fingerprint
     assert fingerprint is not None
     first = sum(item.tokens for item in StoreReader(folder).samples[: int(fingerprint.sample[1:])])
@@ -137,7 +144,7 @@ def test_a_fingerprint_that_disagrees_with_its_shard_is_a_named_problem(
     for problems in (verify(folder), check_dataset(folder)):
         [problem] = problems
         assert problem.kind == "fingerprint.states"
-        assert problem.message.endswith(f": {said}")
+        assert problem.message == f"differs from sample {fingerprint.sample!r} in shard-00000.safetensors: {said}"
     with pytest.raises(ProblemsError):
         StoreReader(folder)
 
@@ -157,9 +164,49 @@ def test_a_missing_or_foreign_fingerprint_is_named(tmp_path: Path) -> None:
 
     edit_manifest(folder, lambda manifest: manifest.update(fingerprint={**kept, "sample": "s99"}))
     assert [item.kind for item in verify(folder)] == ["fingerprint.digest"]
+    assert [item.kind for item in check_dataset(folder)] == ["fingerprint.digest"]
 
     edit_manifest(folder, lambda manifest: manifest.pop("fingerprint"))
     assert [item.kind for item in verify(folder)] == ["store.manifest_key"]
+    assert check_dataset(folder) == [], "another tool's manifest need not have one"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder, manifest: (folder / "shard-00000.safetensors").write_bytes(b"short"),
+        lambda folder, manifest: (folder / "shard-00000.safetensors").unlink(),
+        lambda folder, manifest: save_file({"x": torch.ones(1)}, folder / "shard-00000.safetensors"),
+        lambda folder, manifest: manifest["shards"][0]["samples"].insert(0, {"id": "more", "tokens": 1000}),
+    ],
+)
+def test_a_shard_that_cannot_be_read_is_left_to_other_checks(
+    tmp_path: Path, change: Callable[[Path, dict[str, Any]], object]
+) -> None:
+    folder = write_random_store(tmp_path / "s")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(folder, manifest)
+
+    assert check_stored_fingerprint(folder, manifest, contract()) == []
+
+
+@pytest.mark.parametrize("shards", [3, [3], [{}], [{"samples": 3}], [{"samples": [{}]}]])
+def test_a_list_of_shards_that_is_none_holds_no_sample(tmp_path: Path, shards: object) -> None:
+    folder = write_random_store(tmp_path / "s")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"shards": shards}
+
+    assert [item.kind for item in check_stored_fingerprint(folder, manifest, contract())] == ["fingerprint.sample"]
+
+
+def test_a_sample_shorter_than_its_fingerprint_is_named(tmp_path: Path) -> None:
+    folder = write_random_store(tmp_path / "s")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for listed in manifest["shards"][0]["samples"]:
+        listed["tokens"] -= 1
+
+    [problem] = check_stored_fingerprint(folder, manifest, contract())
+
+    assert "its token ids" in problem.message
 
 
 def test_a_sample_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:

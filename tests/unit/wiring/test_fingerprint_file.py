@@ -105,6 +105,12 @@ def edit(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         (edit(lambda v: v["states"]["2"][0].__setitem__(0, "1")), "value"),
         (edit(lambda v: v["states"]["2"][0].__setitem__(0, float("nan"))), "value"),
         (edit(lambda v: v["states"]["2"][0].__setitem__(0, 1e39)), "value"),
+        (edit(lambda v: v["states"]["2"][0].__setitem__(0, True)), "value"),
+        (edit(lambda v: v["states"].update({"2": {}})), "value"),
+        (edit(lambda v: v.update(token_ids=[-1, 2, 3, 4])), "value"),
+        (edit(lambda v: v.update(token_ids={}, positions=[])), "value"),
+        (edit(lambda v: v.update(positions=[-1, 3])), "value"),
+        (edit(lambda v: v.update(channels=[], positions=[3, 0])), "value"),
         (edit(lambda v: v["states"]["2"][0].__setitem__(0, 0.51)), "digest"),
         (edit(lambda v: v.update(digest="sha256:" + "0" * 64)), "digest"),
     ],
@@ -113,6 +119,35 @@ def test_what_is_no_fingerprint_is_refused_by_name(value: object, kind: str) -> 
     with pytest.raises(ProblemsError) as error:
         read(value)
     assert set(kinds(error.value.problems)) == {f"fingerprint.{kind}"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (edit(lambda v: v.pop("channels")), "channels is missing"),
+        (edit(lambda v: v.update(more=1)), "more is not part of it"),
+        (edit(lambda v: v["states"].pop("30")), "states has no '30'"),
+        (edit(lambda v: v["states"].update({"61": []})), "states has '61', no layer of the target"),
+        (edit(lambda v: v.update(positions=[3, 0])), "positions does not ascend"),
+        (edit(lambda v: v.update(states=3)), "states is not an object"),
+        (edit(lambda v: v.update(format_version=3)), "'format_version': 3"),
+        ("text", "no fingerprint that this version reads: 'text'"),
+    ],
+)
+def test_the_message_says_what_is_wrong(value: object, message: str) -> None:
+    with pytest.raises(ProblemsError) as error:
+        read(value)
+    [problem] = error.value.problems
+    assert message in problem.message
+
+
+def test_the_ends_of_every_range_are_allowed() -> None:
+    largest = (2.0**128 - 2.0**104, -(2.0**128 - 2.0**104))
+    fingerprint = make_fingerprint(
+        token_ids=(0, 11), positions=(0, 1), channels=(0, 7), last=(largest, (0.0, 1.0)),
+        states={60: (largest, largest), **make_fingerprint().states},
+    )  # fmt: skip
+    assert read(fingerprint.to_dict()) == fingerprint
 
 
 def test_a_checkpoint_with_a_damaged_fingerprint_fails_its_check(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_right_store_says_so() -> None:
             "embedding",
             "slot 0 holds the embedding, expected the output of",
         ),
+        (slot("slot 0", 3, {3: 0.5, 4: 0.0}), "one_late", "slot 0 holds the output of layer 3, expected the output of"),
         (slot("slot 0", 3, {2: 0.5, 3: 0.5, 9: 0.0}), "other_layer", "holds the output of layer 8, expected"),
         (
             slot("slot 0", 3, {3: 1.0, POST_NORM: 0.0}),
@@ -117,6 +118,61 @@ def test_every_cause_has_its_sentence(measured: Measured, cause: str, text: str)
     [problem] = found.problems
     assert problem.kind == f"probe.{cause}"
     assert text in problem.message
+
+
+def test_permuted_slots_have_their_sentence() -> None:
+    slots = [
+        slot("slot 0", 0, {0: 0.9, 3: 0.0, 31: 0.9}),
+        slot("slot 1", 3, {0: 0.9, 3: 0.9, 31: 0.0}),
+        slot("slot 2", 31, {0: 0.0, 3: 0.9, 31: 0.9}),
+    ]
+
+    [problem] = report(*diagnose([slots], 0.01)).problems
+
+    assert problem.message.startswith(
+        "the slots are permuted: slot 0, slot 1 and slot 2 hold the embedding and the outputs of layers 2, 30, "
+        "expected the embedding and the outputs of layers 2, 30 (error 0.00%"
+    )
+
+
+def test_causes_and_distances_are_problems_of_their_own() -> None:
+    def shifted(name: str, tokens: int) -> Measured:
+        return slot(name, 3, {2: 1.4, 3: 1.2}, shift=Shift(tokens, 3, 0.0))
+
+    found = report(*diagnose([[shifted("slot 0", 1), shifted("slot 1", 2), *early("a")[:1]]], 0.01))
+
+    assert [problem.kind for problem in found.problems] == ["probe.misaligned", "probe.misaligned", "probe.one_early"]
+    assert ["t+1" in found.problems[0].message, "t+2" in found.problems[1].message] == [True, True]
+    assert "sample" not in found.problems[0].message, "there is only one"
+    assert found.problems[0].message.endswith("(error 0.00%, 120.00% for the next closest)")
+
+
+def test_a_problem_names_the_samples_that_have_it_and_the_median_error() -> None:
+    right = [slot("slot 0", 3, {2: 0.2, 3: 0.0}, "c")]
+    samples = [[slot("slot 0", 3, {2: error, 3: 0.3, 4: 0.2}, name)] for name, error in (("b", 0.001), ("a", 0.003))]
+
+    found = report(*diagnose([right, *samples], 0.01))
+
+    [problem] = found.problems
+    assert problem.message.endswith("(error 0.20%, 20.00% for the next closest; in 2 of 3 samples: a, b)")
+    lines = [line.split() for line in found.render().splitlines()[-2:]]
+    assert [line[8:] for line in lines] == [["bfloat16", "1", "right"], ["bfloat16", "2", "one", "early"]]
+
+
+def test_the_table_shows_what_has_no_number() -> None:
+    lost = slot("last hidden states", 61, {60: 2.0, 61: 1.5, POST_NORM: 1.7})
+    alone = slot("slot 0", 0, {0: 0.0})
+
+    found = report(*diagnose([[lost, alone]], 0.01))
+
+    first, second = (line.split("  ") for line in found.render().splitlines()[-2:])
+    assert [part.strip() for part in first if part] == [
+        "last hidden states", "layer 60 (pre-norm)", "-", "150.00%", "170.00%", "bfloat16", "1", "other target",
+    ]  # fmt: skip
+    assert [part.strip() for part in second if part] == [
+        "slot 0", "embedding", "embedding", "0.00%", "-", "bfloat16", "1", "right",
+    ]  # fmt: skip
+    assert found.problems[0].message.startswith("last hidden states hold nothing")
 
 
 def test_padding_has_its_sentence() -> None:
