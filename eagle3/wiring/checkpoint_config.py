@@ -138,6 +138,10 @@ def _shape_problems(layout: Layout, where: str) -> list[Problem]:
     if not problems and config["draft_vocab_size"] > config["vocab_size"]:
         message = f"draft_vocab_size is {config['draft_vocab_size']}, more than vocab_size {config['vocab_size']}"
         problems.append(Problem(where, "config.size", message, _CORRECT))
+    if not problems and not layout.mla and config["hidden_size"] % config["num_attention_heads"]:
+        message = f"num_attention_heads is {config['num_attention_heads']}, which does not divide hidden_size "
+        message += f"{config['hidden_size']}: Transformers 5, and so a server, refuses such a Llama config"
+        problems.append(Problem(where, "config.size", message, "train a drafter with other heads (head_dim is free)"))
     return problems
 
 

@@ -409,6 +409,7 @@ def test_a_family_that_is_not_known_is_one_error(tmp_path: Path) -> None:
         ({"draft_vocab_size": None}, "config.size"),
         ({"draft_vocab_size": 13}, "config.size"),
         ({"draft_vocab_size": 4.0}, "config.size"),
+        ({"num_attention_heads": 3}, "config.size"),
         ({"head_dim": 0}, "config.size"),
         ({"target_hidden_size": 0}, "config.size"),
         ({"num_aux_hidden_states": "3"}, "config.size"),
