@@ -1,6 +1,6 @@
 """Stand-ins in plain PyTorch for the native CPU kernels of SGLang 0.5.23, whose CPU build no package index carries.
 
-Only what its CPU path calls when it speculates with EAGLE-3, greedily and with one draft a step or a tree of them.
+Only what its CPU path calls when it speculates greedily with EAGLE-3.
 Each does what the Triton kernel of the same purpose does on a GPU (`sglang/kernels/ops`). Slow; for tests.
 """
 
