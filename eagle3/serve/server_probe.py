@@ -22,6 +22,7 @@ from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, allowed_error
 from eagle3.wiring.engines import ids_to_write
 from eagle3.wiring.fingerprint import measure
 from eagle3.wiring.fingerprint_file import Fingerprint, load_fingerprint
+from eagle3.wiring.layers import to_boundary
 from eagle3.wiring.probe_report import ProbeReport
 
 _SERVED = "serve the target that the dataset was extracted from, with the same weights"
@@ -175,7 +176,7 @@ def _measured(
 ) -> list[Measured]:
     """Each slot of the server [T, C] against every state in the fingerprint [P, C]."""
     reference: dict[Boundary, torch.Tensor] = {
-        index + 1: torch.tensor(rows) for index, rows in fingerprint.states.items()
+        to_boundary(index): torch.tensor(rows) for index, rows in fingerprint.states.items()
     }
     last = POST_NORM if contract.last_hidden_states == "post_norm" else contract.num_hidden_layers
     reference[last] = torch.tensor(fingerprint.last)

@@ -180,7 +180,8 @@ def _states(
     wiring = LayerWiring(tuple(range(EMBEDDING, depth)), files.facts.num_hidden_layers)
     result: list[States] = []
     for capture in TransformersEngine(model, files.spec, wiring, "post_norm").capture(batch):
-        states: dict[Boundary, torch.Tensor] = dict(enumerate(capture.aux_hidden_states.chunk(depth + 1, dim=-1)))
+        parts = capture.aux_hidden_states.chunk(wiring.num_aux, dim=-1)
+        states: dict[Boundary, torch.Tensor] = dict(zip(wiring.boundaries, parts, strict=True))
         result.append({**states, POST_NORM: capture.last_hidden_states} if last else states)
     return result
 

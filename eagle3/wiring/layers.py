@@ -27,6 +27,16 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def to_boundary(output_index: int) -> int:
+    """Where the output of a layer is in the stack: 0 is the embedding's, N that of the last layer before the norm."""
+    return output_index + 1
+
+
+def to_output_index(boundary: int) -> int:
+    """The layer whose output a boundary is; -1 is the embedding."""
+    return boundary - 1
+
+
 def check_output_indices(
     values: object, num_hidden_layers: int, where: str = "output_indices", expected_count: int | None = None
 ) -> list[Problem]:
@@ -85,12 +95,12 @@ class LayerWiring:
     @classmethod
     def from_boundaries(cls, boundaries: Iterable[int], num_hidden_layers: int) -> LayerWiring:
         """The wiring that captures these boundaries (0 = embedding)."""
-        return cls(tuple(boundary - 1 for boundary in boundaries), num_hidden_layers)
+        return cls(tuple(map(to_output_index, boundaries)), num_hidden_layers)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
         """Boundaries in slot order: output index + 1."""
-        return tuple(index + 1 for index in self.output_indices)
+        return tuple(map(to_boundary, self.output_indices))
 
     @property
     def num_aux(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from eagle3.errors import Problem
 from eagle3.wiring.diagnosis import POST_NORM, ROUNDING, Boundary, Verdict
+from eagle3.wiring.layers import to_output_index
 from eagle3.wiring.report import aligned, render_json, render_text
 
 _SENTENCES = {
@@ -114,7 +115,7 @@ class ProbeReport:
 
     def _long(self, boundaries: Sequence[Boundary]) -> str:
         """In words, e.g. `the outputs of layers 2, 30, 58 and the last hidden states (post-norm)`."""
-        layers = [str(boundary - 1) for boundary in boundaries if isinstance(boundary, int) and boundary > 0]
+        layers = [str(to_output_index(boundary)) for boundary in boundaries if isinstance(boundary, int) and boundary > 0]
         parts = ["the embedding"] * (0 in boundaries)
         if boundaries == [self.num_hidden_layers]:
             parts.append(f"the output of the last layer, {layers[0]}, before the final norm (pre-norm)")
@@ -127,10 +128,9 @@ class ProbeReport:
     def _short(self, boundary: Boundary) -> str:
         if boundary == POST_NORM:
             return "post-norm"
-        if boundary == self.num_hidden_layers:
-            return f"layer {self.num_hidden_layers - 1} (pre-norm)"
         assert isinstance(boundary, int)
-        return f"layer {boundary - 1}" if boundary else "embedding"
+        name = f"layer {to_output_index(boundary)}" if boundary else "embedding"
+        return f"{name} (pre-norm)" if boundary == self.num_hidden_layers else name
 
 
 def _grouped(verdicts: Sequence[Verdict], key: Any) -> list[list[Verdict]]:
