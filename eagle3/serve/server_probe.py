@@ -65,7 +65,7 @@ def probe_server(
         where=address,
         verdicts=diagnose([_measured(states, fingerprint, contract, allowed)], allowed),
         num_hidden_layers=contract.num_hidden_layers,
-        fixes=_fixes(contract, version),
+        fixes=fixes(contract, version),
         notes=[f"SGLang {version or 'of an unknown version'} serves {served}"],
         facts={"engine": "sglang", "engine_version": version, "served": served, "fingerprint": fingerprint.digest},
     )
@@ -195,7 +195,8 @@ def _measured(
     ]
 
 
-def _fixes(contract: WiringContract, version: str | None) -> dict[str, str]:
+def fixes(contract: WiringContract, version: str | None) -> dict[str, str]:
+    """What to do, by cause; for wrong layers it names the ids that are right for this version (None: the newest)."""
     try:
         right = ids_to_write(contract.wiring, "sglang", version, contract.target_family)
         layers = f"{list(right.ids)} in {right.key} is right for SGLang {right.version}: export again for that version"

@@ -42,7 +42,7 @@ LAST_SLOT = "last hidden states"
 _TOKENS = 256
 _MEMORY_SHARE = 0.7
 _AGAIN = "extract again with this target"
-_FIXES = {
+FIXES = {
     **dict.fromkeys(
         ("one_early", "one_late", "embedding", "other_layer", "permuted"),
         f"{_AGAIN}; if these states are what you want, make the contract's output_indices say so and train anew",
@@ -118,7 +118,7 @@ def probe_dataset(
         where=str(folder),
         verdicts=diagnose(measured, allowed, coarser(contract.dtype, recorded.get("dtype", "bfloat16"))),
         num_hidden_layers=contract.num_hidden_layers,
-        fixes=_FIXES,
+        fixes=FIXES,
         others=different,
         notes=notes,
         facts={"target": target, "engine": chosen, "dtype": computed, "allowed_error": allowed},

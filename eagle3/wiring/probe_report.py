@@ -12,7 +12,7 @@ from eagle3.wiring.diagnosis import POST_NORM, ROUNDING, Boundary, Verdict
 from eagle3.wiring.layers import to_output_index
 from eagle3.wiring.report import aligned, render_json, render_text
 
-_SENTENCES = {
+SENTENCES = {
     "one_early": "{slots} {holds} {found}, expected {expected}: one layer early",
     "one_late": "{slots} {holds} {found}, expected {expected}: one layer late",
     "embedding": "{slots} {holds} the embedding, expected {expected}",
@@ -102,7 +102,7 @@ class ProbeReport:
 
     def _sentence(self, slots: Sequence[Verdict]) -> str:
         first = slots[0]
-        return _SENTENCES[first.cause].format(
+        return SENTENCES[first.cause].format(
             slots=_joined([item.measured.slot for item in slots]),
             holds="holds" if len(slots) == 1 and not first.measured.slot.endswith("s") else "hold",
             found=self._long([item.found for item in slots if item.found is not None]),
@@ -115,7 +115,9 @@ class ProbeReport:
 
     def _long(self, boundaries: Sequence[Boundary]) -> str:
         """In words, e.g. `the outputs of layers 2, 30, 58 and the last hidden states (post-norm)`."""
-        layers = [str(to_output_index(boundary)) for boundary in boundaries if isinstance(boundary, int) and boundary > 0]
+        layers = [
+            str(to_output_index(boundary)) for boundary in boundaries if isinstance(boundary, int) and boundary > 0
+        ]
         parts = ["the embedding"] * (0 in boundaries)
         if boundaries == [self.num_hidden_layers]:
             parts.append(f"the output of the last layer, {layers[0]}, before the final norm (pre-norm)")

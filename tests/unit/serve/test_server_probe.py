@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from eagle3.errors import Problem, ProblemsError
-from eagle3.serve.server_probe import probe_server
+from eagle3.serve.server_probe import fixes, probe_server
 from eagle3.target.extract import run_extract
+from eagle3.target.probe import FIXES
 from eagle3.target.tiny import make_tiny_llama
 from eagle3.wiring.diagnosis import POST_NORM
 from eagle3.wiring.fingerprint_file import Fingerprint, load_fingerprint
-from eagle3.wiring.probe_report import ProbeReport
+from eagle3.wiring.probe_report import SENTENCES, ProbeReport
 from tests.unit.target.cases import extract_config, write_conversations
 from tests.unit.wiring.probe_cases import Target
 
@@ -154,6 +155,15 @@ def test_without_neighbours_in_the_fingerprint_it_only_says_that_the_states_are_
     assert probe(tmp_path, FakeSglang(target)).problems == []
     assert kinds(probe(tmp_path, FakeSglang(target, (1, 3, 5)))) == ["probe.other_states"]
     assert kinds(probe(tmp_path, FakeSglang(target, (4, 2, 6)))) == ["probe.permuted"]
+
+
+def test_every_cause_has_a_fix_whatever_the_version(store: Path) -> None:
+    contract = load_fingerprint(store)[1]
+
+    for version in ("0.5.23", None, "0.4.1", "unheard-of"):
+        assert fixes(contract, version).keys() == SENTENCES.keys()
+    assert FIXES.keys() == SENTENCES.keys() - {"other_states"}, "a target's neighbouring layers are always at hand"
+    assert "find other ids or another version" in fixes(contract, "0.4.1")["one_early"]
 
 
 def test_a_server_in_bfloat16_is_right(store: Path, server: FakeSglang, target: Target) -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
+import jsonschema
 import pytest
 
 from eagle3.errors import Problem
 from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, Shift, Verdict, allowed_error, coarser, diagnose
-from eagle3.wiring.probe_report import ProbeReport
+from eagle3.wiring.probe_report import SENTENCES, ProbeReport
 
+DOCS = Path(__file__).parents[3] / "docs"
 FIXES = defaultdict(lambda: "do this")
 LAYERS = 61
 
@@ -106,6 +110,11 @@ def test_a_right_store_says_so() -> None:
             "the states of tokens 0 to 1 are wrong",
         ),
         (
+            slot("slot 0", 3, {2: 1.4, 3: 0.9}, row_errors={0: 0.9, 1: 0.9, 2: 0.9, 3: 0.0}),
+            "rows",
+            "the states of tokens 0 to 2 are wrong",
+        ),
+        (
             slot("slot 0", 3, {2: 0.4, 3: 0.02}, precision="float8_e4m3fn"),
             "precision",
             "as float8_e4m3fn values: that rounding takes up to 6.25%",
@@ -159,6 +168,19 @@ def test_a_problem_names_the_samples_that_have_it_and_the_median_error() -> None
     assert [line[8:] for line in lines] == [["bfloat16", "1", "right"], ["bfloat16", "2", "one", "early"]]
 
 
+def test_the_table_keeps_verdicts_apart_that_differ_in_one_thing() -> None:
+    samples = [
+        [slot("slot 0", 3, {2: 1.0, 3: 1.0, 9: 0.0}, "a")],
+        [slot("slot 0", 3, {2: 1.0, 3: 1.0, 8: 0.0}, "b")],
+        [slot("slot 0", 3, {2: 1.0, 3: 0.0}, "c")],
+        [slot("slot 0", 3, {2: 1.0, 3: 0.02}, "d", precision="float8_e4m3fn")],
+    ]
+
+    lines = report(*diagnose(samples, 0.001, "bfloat16")).render().splitlines()[-4:]
+
+    assert [line.rsplit("1  ", 1)[1].strip() for line in lines] == ["other layer", "other layer", "right", "precision"]
+
+
 def test_the_table_shows_what_has_no_number() -> None:
     lost = slot("last hidden states", 61, {60: 2.0, 61: 1.5, POST_NORM: 1.7})
     alone = slot("slot 0", 0, {0: 0.0})
@@ -209,6 +231,8 @@ def test_json_holds_problems_verdicts_and_facts() -> None:
 
     value = json.loads(found.render(as_json=True))
 
+    for name in ("problems", "probe"):
+        jsonschema.validate(value, json.loads((DOCS / f"schemas/{name}.schema.json").read_text(encoding="utf-8")))
     assert value["ok"] is False
     assert [problem["kind"] for problem in value["problems"]] == ["target.config_digest", "probe.one_early"]
     assert value["where"] == "store" and value["engine"] == "streamed" and value["notes"] == ["n"]
@@ -220,10 +244,20 @@ def test_json_holds_problems_verdicts_and_facts() -> None:
 def test_json_has_no_infinity() -> None:
     lost = slot("slot 0", 3, {2: float("inf"), 3: float("inf"), 4: float("inf")})
 
-    text = report(*diagnose([[lost]], 0.01)).render(as_json=True)
+    text = report(*diagnose([[lost]], 0.01), facts={"engine": "sglang"}).render(as_json=True)
 
     assert "Infinity" not in text and "NaN" not in text
     assert json.loads(text)["verdicts"][0]["error"] is None
+    jsonschema.validate(json.loads(text), json.loads((DOCS / "schemas/probe.schema.json").read_text(encoding="utf-8")))
+
+
+def test_every_cause_is_in_the_documented_table_and_no_other() -> None:
+    page = (DOCS / "probe.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    documented = {kind for row in rows for kind in re.findall(r"`(probe\.[a-z_]+|server\.[a-z_]+)`", row)}
+    server = (DOCS.parent / "eagle3/serve/server_probe.py").read_text(encoding="utf-8")
+
+    assert documented == {f"probe.{cause}" for cause in SENTENCES} | set(re.findall(r'"(server\.[a-z_]+)"', server))
 
 
 def test_allowed_errors_grow_with_coarser_types() -> None:

@@ -26,7 +26,9 @@ from tests.unit.wiring.foreign import SPECFORGE, llama_tensors, write_foreign, w
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-ROOMS = "checkpoint config context contract dataset draft_vocab engine file layer_ids layers safetensors target"
+ROOMS = (
+    "checkpoint config context contract dataset draft_vocab engine file fingerprint layer_ids layers safetensors target"
+)
 PREFIXES = "|".join([*ROOMS.split(), "tensor", "wiring"])
 KIND = re.compile(rf"({PREFIXES})\.[a-z0-9_]+")
 FILE_NAMES = {"config.json", "contract.json"}
