@@ -101,6 +101,9 @@ class StoreWriter:
         """
         assert samples
         raise_problems(self._check_samples(samples))
+        fingerprint = self._manifest.fingerprint
+        if fingerprint is None:
+            fingerprint = make_fingerprint(samples, self._manifest.contract, self._other_states)
         path = self.folder / self._free_name()
         checksum = ""
 
@@ -111,9 +114,6 @@ class StoreWriter:
         write_atomic(path, write)
         shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
         shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
-        fingerprint = self._manifest.fingerprint
-        if fingerprint is None:
-            fingerprint = make_fingerprint(samples, self._manifest.contract, self._other_states)
         before = self._manifest
         self._manifest = replace(before, shards=tuple(shards), fingerprint=fingerprint)
         try:

@@ -104,8 +104,11 @@ def load_fingerprint(folder: Path) -> tuple[Fingerprint, WiringContract]:
     """The fingerprint and the contract of a hidden-state store (its manifest is enough), a run or a checkpoint.
 
     Raises:
-        ProblemsError: kind `fingerprint.missing`; or either is damaged.
+        ProblemsError: kinds `file.missing`, `fingerprint.missing`; or either is damaged.
     """
+    if not folder.is_dir():
+        fix = "give a hidden-state store, a run or an exported checkpoint"
+        raise problem_error(str(folder), "file.missing", "there is no such folder", fix)
     if (folder / _MANIFEST_FILE).is_file():
         path = folder / _MANIFEST_FILE
         manifest = read_json_object(path, "the manifest of a hidden-state store")

@@ -255,6 +255,24 @@ def test_the_coarsest_type_of_values() -> None:
     assert coarsest_type(values[:100].to(torch.float8_e4m3fn).float() * 0.3) == "float32", "too few to tell"
 
 
+def test_of_equal_matches_the_nearest_tokens_are_named() -> None:
+    truth = {0: torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).repeat(5, 1)}
+
+    slot = measure("slot", 0, truth[0].roll(-1, 0), truth, allowed=1e-3)
+
+    assert slot.shift is not None and slot.shift.tokens == 1, "not 5 or -3, where the same tokens come again"
+
+
+def test_few_common_rows_are_no_match() -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = {0: torch.randn(8, 8, generator=generator)}
+    found = torch.cat([truth[0][7:], torch.randn(7, 8, generator=generator)])
+
+    slot = measure("slot", 0, found, truth, allowed=1e-3)
+
+    assert slot.shift is not None and slot.shift.error > 0.5, "one row of eight equals another, no more"
+
+
 def test_values_that_are_not_finite_are_infinitely_far() -> None:
     truth = {0: torch.ones(4, 2), 1: torch.zeros(4, 2)}
 

@@ -70,6 +70,12 @@ def test_without_a_fingerprint_there_is_one_clear_error(tmp_path: Path, in_manif
     assert kinds(error.value.problems) == ["fingerprint.missing"]
 
 
+def test_what_is_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError) as error:
+        load_fingerprint(tmp_path / "nowhere")
+    assert kinds(error.value.problems) == ["file.missing"]
+
+
 def edit(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     value = copy.deepcopy(make_fingerprint().to_dict())
     change(value)

@@ -211,6 +211,10 @@ def test_scattered_noise_is_no_range_of_wrong_rows() -> None:
     [verdict] = diagnose([[slot("slot 0", 3, {2: 0.4, 3: 0.0}, row_errors=rows)]], 0.001)
     assert verdict.cause == "right"
 
+    rows = {position: 0.9 if position in (3, 9, 19) else 0.0 for position in range(20)}
+    [verdict] = diagnose([[slot("slot 0", 3, {2: 0.4, 3: 0.0}, row_errors=rows)]], 0.001)
+    assert verdict.cause == "right", "nor if the last row is among them"
+
     rows = {position: 0.9 if position == 19 else 0.0 for position in range(20)}
     noisy = slot("slot 0", 3, {2: 0.9, 3: 0.0}, row_errors=rows)
     assert [item.cause for item in diagnose([[noisy]], 0.06)] == ["right"], "one row may be off in a coarse type"
