@@ -12,11 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.runtime_context import override_platform
-
-override_platform(has_amx=True).install()  # keeps the one CPU attention backend that can speculate with EAGLE
-
-import sglang  # noqa: E402
+import on_cpu  # noqa: F401
+import sglang
 
 
 def answers(request: dict[str, Any], drafter: str | None) -> list[dict[str, Any]]:

@@ -2,9 +2,7 @@
 
 import sys
 
-from sglang.srt.runtime_context import override_platform
-
-override_platform(has_amx=True).install()  # keeps the one CPU attention backend that can speculate with EAGLE
+import on_cpu  # noqa: F401
 
 ON_CPU = ["--device", "cpu", "--attention-backend", "intel_amx"]
 SMALL = ["--mem-fraction-static", "0.3", "--max-total-tokens", "4096"]
