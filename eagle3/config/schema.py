@@ -80,6 +80,31 @@ class RegenerateConfig(Section):
     """Seed of sampling (unused at temperature 0)."""
 
 
+class StreamSection(Section):
+    """The streamed engine: one decoder layer in memory at a time. What is left out is sized from the machine."""
+
+    chunk_tokens: PositiveInt | None = None
+    """Tokens that go through the target together; each chunk reads the checkpoint once."""
+    micro_tokens: PositiveInt | None = None
+    """Most tokens in one call of a layer; a longer sample is a call of its own."""
+    device_memory_gib: PositiveFloat = 70.0
+    """Most device memory to use, in GiB; less where less is free."""
+    residual: Literal["auto", "device", "host", "file"] = "auto"
+    """Where a chunk's residual stream lies: device memory, (pinned) host memory, or a scratch file."""
+    scratch: PathText | None = None
+    """Folder of the scratch file; default: the output's."""
+    expert_group: PositiveInt | None = None
+    """Experts unpacked at a time (for small cards); default: all of a layer if they fit."""
+    read_threads: PositiveInt = 8
+    """Threads that read the checkpoint."""
+    tokens_per_second: PositiveFloat | None = None
+    """Rate of one process that `--dry-run` reckons with; default: measured ones, see docs/benchmarks.md."""
+    process_index: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """This process's number, from 0; default: from RANK, SLURM_PROCID or SLURM_ARRAY_TASK_ID, else 0."""
+    process_count: PositiveInt | None = None
+    """Processes that share the work; default: from the environment, else 1."""
+
+
 class ExtractConfig(Section):
     """`eagle3 extract`: the target's hidden states for conversations, as a store."""
 
@@ -89,8 +114,10 @@ class ExtractConfig(Section):
     """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
     output: PathText
     """Folder of the hidden-state store."""
-    engine: Literal["transformers"] = "transformers"
-    """What runs the target."""
+    engine: Literal["auto", "transformers", "streamed"] = "auto"
+    """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), or `auto`,
+    which streams a target that does not fit."""
+    stream: StreamSection = Field(default_factory=StreamSection)
     store_dtype: Dtype = "bfloat16"
     """Type of the stored states."""
     last_hidden_states: Literal["post_norm", "pre_norm"] = "post_norm"

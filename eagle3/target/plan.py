@@ -23,6 +23,7 @@ from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.data.store_writer import check_output, setting_differences
 from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.identity import conversations_digest, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.wiring.contract import WiringContract
@@ -101,7 +102,7 @@ def make_plan(cfg: ExtractConfig) -> ExtractPlan:
         chat_template_digest=identity["chat_template"],
     )
     settings = {
-        "engine": cfg.engine,
+        "engine": resolve_engine(cfg, files),
         "target": {"weights": identity["weights"], "dtype": identity["dtype"]},
         "conversations": conversations_digest(conversations),
         "max_length": cfg.data.max_length,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 
 from eagle3.config import TargetConfig
@@ -21,9 +20,10 @@ from eagle3.config.schema import Dtype
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.errors import raise_problems
+from eagle3.target.engine_choice import choose_engine
 from eagle3.target.engines.streamed import load_streamed
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.resolve import TargetFiles, find_target, pick_device, weights_digest
+from eagle3.target.resolve import TargetFiles, find_target, weights_digest
 from eagle3.target.selfcheck import pick_samples
 from eagle3.wiring.checkpoint_target import compare_target
 from eagle3.wiring.contract import WiringContract
@@ -32,7 +32,6 @@ from eagle3.wiring.fingerprint import measure
 from eagle3.wiring.fingerprint_file import Fingerprint, load_fingerprint
 from eagle3.wiring.layers import EMBEDDING, LayerWiring
 from eagle3.wiring.probe_report import ProbeReport
-from eagle3.wiring.safetensors_header import read_header
 
 ProbeEngine = Literal["auto", "transformers", "streamed"]
 States = Mapping[Boundary, torch.Tensor]
@@ -40,7 +39,6 @@ States = Mapping[Boundary, torch.Tensor]
 
 LAST_SLOT = "last hidden states"
 _TOKENS = 256
-_MEMORY_SHARE = 0.7
 _AGAIN = "extract again with this target"
 FIXES = {
     **dict.fromkeys(
@@ -105,7 +103,7 @@ def probe_dataset(
     raise_problems([item for item in different if item.kind != "target.config_digest"], f"cannot probe {folder}")
     stored, notes = _stored(folder, fingerprint, contract, samples)
     depth = contract.num_hidden_layers if last else min(max(contract.wiring.boundaries) + 1, contract.num_hidden_layers)
-    chosen = _choose(files, config) if engine == "auto" else engine
+    chosen = choose_engine(files, config) if engine == "auto" else engine
     reference = _states(files, config, chosen, depth, last, [item.token_ids for item in stored])
     coarse = coarser(computed, recorded.get("dtype", "bfloat16"))
     allowed = allowed_error(contract.dtype, coarse)
@@ -160,16 +158,6 @@ def _read(reader: StoreReader, index: int) -> _Stored:
     sample = reader.read(index)
     aux = sample.aux_hidden_states[:_TOKENS].split(reader.contract.hidden_size, dim=-1)
     return _Stored(sample.id, sample.input_ids[:_TOKENS].tolist(), [*aux, sample.last_hidden_states[:_TOKENS]])
-
-
-def _choose(files: TargetFiles, config: TargetConfig) -> ProbeEngine:
-    """`transformers` if the whole target fits in memory."""
-    headers = [read_header(path) for path in files.folder.glob("*.safetensors")]
-    values = sum(torch.Size(info.shape).numel() for header in headers for info in header.tensors.values())
-    device = pick_device(config.device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    fits = values * getattr(torch, config.dtype).itemsize <= _MEMORY_SHARE * free
-    return "transformers" if fits else "streamed"
 
 
 def _states(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eagle3.errors import ProblemsError
-from eagle3.target import probe
+from eagle3.target import engine_choice, probe
 from eagle3.target.extract import run_extract
 from eagle3.target.probe import probe_dataset
 from eagle3.target.tiny import make_tiny_llama
@@ -181,7 +182,9 @@ def test_auto_streams_what_does_not_fit(
 
     assert chosen() == "transformers"
     values = sum(path.stat().st_size for path in target.glob("*.safetensors")) / 4
-    monkeypatch.setattr(probe.psutil, "virtual_memory", lambda: type("M", (), {"available": values * 4 / 0.7 * 0.99}))
+    memory = SimpleNamespace(available=values * 4 / 0.7 * 0.99)
+    monkeypatch.setattr(engine_choice.psutil, "virtual_memory", lambda: memory)
     assert chosen() == "streamed"
-    monkeypatch.setattr(probe.psutil, "virtual_memory", lambda: type("M", (), {"available": values * 4 / 0.7 * 1.01}))
+    memory = SimpleNamespace(available=values * 4 / 0.7 * 1.01)
+    monkeypatch.setattr(engine_choice.psutil, "virtual_memory", lambda: memory)
     assert chosen() == "transformers"
