@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from eagle3.data.store_writer import setting_differences
+from eagle3.data.store_folder import setting_differences
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import explained_os_errors, read_json, write_json_atomic, write_text_atomic
 

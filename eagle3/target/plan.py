@@ -20,8 +20,8 @@ from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, special_token_ids
 from eagle3.data.conversations import load_conversations
 from eagle3.data.store_check import check_store
+from eagle3.data.store_folder import check_output, setting_differences
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
-from eagle3.data.store_writer import check_output, setting_differences
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.identity import conversations_digest, target_identity
