@@ -105,6 +105,24 @@ class StreamSection(Section):
     """Processes that share the work; default: from the environment, else 1."""
 
 
+class ServerSection(Section):
+    """The served engine: a running SGLang that returns its target's hidden states, see docs/extraction.md."""
+
+    url: PathText = "http://localhost:30000"
+    """Address of the server."""
+    last_states_url: PathText | None = None
+    """Address of a second server of the same target, started with `--enable-return-hidden-states` alone: asked for the
+    last hidden states where the first one returns only those of the captured layers."""
+    api_key_env: str = "EAGLE3_API_KEY"
+    """Environment variable that holds the API key, if the server wants one."""
+    concurrency: PositiveInt = 16
+    """Requests in flight."""
+    timeout: PositiveFloat = 600.0
+    """Seconds to wait for an answer."""
+    attempts: PositiveInt = 6
+    """Times that a request is sent while the connection fails, with 1, 2, 4, ... seconds between."""
+
+
 class ExtractConfig(Section):
     """`eagle3 extract`: the target's hidden states for conversations, as a store."""
 
@@ -114,10 +132,11 @@ class ExtractConfig(Section):
     """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
     output: PathText
     """Folder of the hidden-state store."""
-    engine: Literal["auto", "transformers", "streamed"] = "auto"
-    """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), or `auto`,
-    which streams a target that does not fit."""
+    engine: Literal["auto", "transformers", "streamed", "sglang"] = "auto"
+    """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), a running server
+    (`sglang`), or `auto`, which streams a target that does not fit."""
     stream: StreamSection = Field(default_factory=StreamSection)
+    server: ServerSection = Field(default_factory=ServerSection)
     store_dtype: Dtype = "bfloat16"
     """Type of the stored states."""
     last_hidden_states: Literal["post_norm", "pre_norm"] = "post_norm"
