@@ -9,14 +9,13 @@ Legend: T tokens, A aux layers, C channels, H target hidden.
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
 
-from eagle3.errors import Eagle3Error, ProblemsError, problem_error
+from eagle3.errors import ProblemsError, problem_error
+from eagle3.target.engines.sglang_client import Answer, SglangClient, rows_missing
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, allowed_error, diagnose
 from eagle3.wiring.engines import ids_to_write
@@ -26,8 +25,6 @@ from eagle3.wiring.layers import to_boundary
 from eagle3.wiring.probe_report import ProbeReport
 
 _SERVED = "serve the target that the dataset was extracted from, with the same weights"
-_START = "start the server, wait until it is ready, and check the address"
-_ENABLE = "start it with --enable-return-hidden-states (for this check; it costs a server memory and speed)"
 
 
 def probe_server(
@@ -50,19 +47,14 @@ def probe_server(
         ProblemsError: kinds `server.*`: it is not there, not SGLang, returns no states, or not those of every token.
     """
     fingerprint, contract = load_fingerprint(folder)
-    address = url if "://" in url else f"http://{url}"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        connection = httpx.Client(base_url=address, headers=headers, timeout=timeout, transport=transport)
-    except httpx.InvalidURL as error:
-        raise problem_error(address, "server.down", f"is no address: {error}", _START) from None
-    with connection as client:
-        served = _model_info(client, address)
+    with SglangClient(url, api_key, timeout=timeout, transport=transport) as client:
+        served = str(client.model_info()["model_path"])
         version = _version(client)
-        states = _states(client, address, fingerprint, contract)
+        answer = client.hidden_states(fingerprint.token_ids, contract.vocab_size)
+    states = _checked(client.url, answer, len(fingerprint.token_ids), contract)
     allowed = allowed_error(contract.dtype, "bfloat16")
     return ProbeReport(
-        where=address,
+        where=client.url,
         verdicts=diagnose([_measured(states, fingerprint, contract, allowed)], allowed),
         num_hidden_layers=contract.num_hidden_layers,
         fixes=fixes(contract, version),
@@ -71,70 +63,19 @@ def probe_server(
     )
 
 
-def _model_info(client: httpx.Client, url: str) -> str:
-    """What the server serves; every SGLang since 0.5.8 says so at `/model_info`."""
+def _version(client: SglangClient) -> str | None:
     try:
-        answer = client.get("/model_info")
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-        raise problem_error(url, "server.down", f"cannot be reached: {error}", _START) from None
-    except httpx.TransportError as error:
-        raise _silent(url, error) from None
-    if answer.status_code in (401, 403):
-        raise problem_error(url, "server.refused", "wants an API key", "give it with --api-key") from None
-    info = _json(answer)
-    if answer.status_code != 200 or "model_path" not in info:
-        message = f"is not an SGLang server: /model_info answers {answer.status_code}"
-        raise problem_error(url, "server.not_sglang", message, "give the address of SGLang's HTTP server")
-    return str(info["model_path"])
-
-
-def _version(client: httpx.Client) -> str | None:
-    try:
-        version = _json(client.get("/server_info")).get("version")
-    except httpx.TransportError:
+        version = client.server_info().get("version")
+    except ProblemsError:
         return None
     return version if isinstance(version, str) else None
 
 
-def _states(client: httpx.Client, url: str, fingerprint: Fingerprint, contract: WiringContract) -> torch.Tensor:
+def _checked(url: str, answer: Answer, tokens: int, contract: WiringContract) -> torch.Tensor:
     """The aux states [T, A * H] of the fingerprint's tokens."""
-    request = {
-        "input_ids": list(fingerprint.token_ids),
-        # SGLang checks the ids of a bias, not those of a prompt: an id beyond its vocabulary would end the server.
-        "sampling_params": {
-            "max_new_tokens": 1,
-            "temperature": 0,
-            "logit_bias": {str(contract.vocab_size - 1): 0.0},
-        },
-        "return_hidden_states": True,
-        # A prefix cache of its own: states of cached tokens are not returned.
-        "extra_key": f"eagle3-probe-{uuid.uuid4()}",
-    }
-    try:
-        answer = client.post("/generate", json=request)
-    except httpx.TransportError as error:
-        raise _silent(url, error) from None
-    body = _json(answer)
-    if answer.status_code != 200:
-        raise _refusal(url, answer, body, contract)
-    return _checked(url, body.get("meta_info"), len(fingerprint.token_ids), contract)
-
-
-def _checked(url: str, meta: Any, tokens: int, contract: WiringContract) -> torch.Tensor:
-    returned = meta.get("hidden_states") if isinstance(meta, dict) else None
-    if not returned:
-        raise problem_error(url, "server.no_states", "answers without hidden states", _ENABLE)
-    try:
-        states = torch.tensor(returned[0], dtype=torch.float32)
-    except (TypeError, ValueError) as error:
-        message = f"answers with hidden states of another form: {error}"
-        raise problem_error(url, "server.no_states", message, "report the server's version") from None
-    states = states.reshape(-1, states.shape[-1])
+    states = answer.states
     if len(states) != tokens:
-        cached = meta.get("cached_tokens", "?")
-        message = f"returned states of {len(states)} of {tokens} tokens; {cached} came from its prefix cache"
-        fix = "start it with --disable-radix-cache, or with --chunked-prefill-size above the number of tokens"
-        raise problem_error(url, "server.prefix_cache", message, fix)
+        raise rows_missing(url, answer, tokens)
     hidden, slots = contract.hidden_size, len(contract.output_indices)
     if states.shape[1] == hidden * slots:
         return states
@@ -144,31 +85,6 @@ def _checked(url: str, meta: Any, tokens: int, contract: WiringContract) -> torc
         raise problem_error(url, "server.no_drafter", message, fix)
     message = f"returned {states.shape[1]} values a token, the drafter was trained on {slots} layers of {hidden}"
     raise problem_error(url, "server.width", message, "serve the drafter with the target that it was trained for")
-
-
-def _refusal(url: str, answer: httpx.Response, body: dict[str, Any], contract: WiringContract) -> Eagle3Error:
-    error = body.get("error", body)
-    said = str(error.get("message", error) if isinstance(error, dict) else error) or answer.text[:200]
-    if "hidden" in said and ("configured" in said or "mode" in said):
-        return problem_error(url, "server.hidden_states_off", "does not return hidden states", _ENABLE)
-    if "logit_bias" in said:
-        message = f"serves another vocabulary: the dataset's has {contract.vocab_size} tokens; it said: {said}"
-        return problem_error(url, "server.vocabulary", message, _SERVED)
-    message = f"refused the request ({answer.status_code}): {said}"
-    return problem_error(url, "server.refused", message, "see the server's log")
-
-
-def _silent(url: str, error: httpx.TransportError) -> Eagle3Error:
-    message = f"gave no answer: {error or type(error).__name__}"
-    return problem_error(url, "server.no_answer", message, "see the server's log: it may have ended, or be overloaded")
-
-
-def _json(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        value = answer.json()
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _measured(
