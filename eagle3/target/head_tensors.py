@@ -1,0 +1,65 @@
+"""A target's embedding, final norm and head, read from its checkpoint without the rest of it.
+
+The folder needs only the weight files that hold these three. Shapes: V target vocab, H target hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from eagle3.config import TargetConfig
+from eagle3.errors import Problem, raise_problems
+from eagle3.target.resolve import TargetFiles
+from eagle3.wiring.safetensors_header import TensorInfo, read_header
+
+_PLAIN = {"F32", "BF16", "F16"}
+_FIX = "download the files that hold it (the checkpoint's index names them), or correct its config.json"
+
+
+def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, torch.Tensor]:
+    """`embed_tokens.weight` [V, H], `norm.weight` [H] and, unless tied to the first, `lm_head.weight` [V, H].
+
+    On the CPU in `target.dtype`, equal to what `TargetSpec.head_tensors` gives of the loaded model.
+
+    Raises:
+        ProblemsError: kinds `target.missing_weights`, `target.mismatched_weights`, `target.quantized`, for each of
+            them; a weight file is damaged.
+    """
+    spec, dtype = files.spec, getattr(torch, target.dtype)
+    model = spec.empty(files.folder, dtype)
+    names = {module: name for name, module in model.named_modules()}
+    modules = {"embed_tokens.weight": model.get_input_embeddings(), "norm.weight": spec.final_norm(model)}
+    if not model.config.tie_word_embeddings:
+        modules["lm_head.weight"] = model.get_output_embeddings()
+    places = {
+        name: (path, info)
+        for path in sorted(files.folder.glob("*.safetensors"))
+        for name, info in read_header(path).tensors.items()
+    }
+    wanted = {key: f"{spec.weight_prefix}{names[module]}.weight" for key, module in modules.items()}
+    shapes = {key: tuple(module.state_dict()["weight"].shape) for key, module in modules.items()}
+    problems = (_problem(files.folder, wanted[key], shapes[key], places.get(wanted[key])) for key in wanted)
+    raise_problems(problem for problem in problems if problem is not None)
+    return {key: _read(places[name][0], name).to(dtype) for key, name in wanted.items()}
+
+
+def _problem(folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path, TensorInfo] | None) -> Problem | None:
+    if found is None:
+        return Problem(str(folder), "target.missing_weights", f"there is no {name}", _FIX)
+    info = found[1]
+    if info.dtype not in _PLAIN:
+        fix = "use a checkpoint that keeps it in a plain floating type"
+        return Problem(str(folder), "target.quantized", f"{name} is {info.dtype}", fix)
+    if tuple(info.shape) != shape:
+        message = f"{name} is {list(info.shape)}, not {list(shape)}"
+        return Problem(str(folder), "target.mismatched_weights", message, _FIX)
+    return None
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor

@@ -1,0 +1,70 @@
+"""The head read alone is the head of the loaded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle3.errors import ProblemsError
+from eagle3.target.engines.transformers import load_model
+from eagle3.target.head_tensors import read_head_tensors
+from eagle3.target.resolve import find_target
+from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
+from tests.unit.target.cases import target_config
+
+
+@pytest.mark.parametrize("maker", [make_tiny_llama, make_tiny_qwen3, make_tiny_kimi])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_loaded_models_head(tmp_path: Path, maker: Callable[..., Path], dtype: str) -> None:
+    cfg = target_config(maker(tmp_path / "target", num_hidden_layers=3), dtype=dtype)
+    files = find_target(cfg)
+
+    alone = read_head_tensors(files, cfg)
+
+    whole = files.spec.head_tensors(load_model(files, cfg))
+    assert alone.keys() == whole.keys()
+    assert all(torch.equal(alone[name], whole[name]) and alone[name].dtype == whole[name].dtype for name in whole)
+
+
+def test_the_other_weights_need_not_be_there(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "target", num_hidden_layers=2)
+    expected = read_head_tensors(find_target(target_config(folder)), target_config(folder))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if ".layers." not in name}, folder / "model.safetensors")
+
+    found = read_head_tensors(find_target(target_config(folder)), target_config(folder))
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_everything_that_is_missing_or_of_another_shape_or_type_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "target", num_hidden_layers=2)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    weights["model.norm.weight"] = torch.ones(3)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors")
+
+    with pytest.raises(ProblemsError) as error:
+        read_head_tensors(find_target(target_config(folder)), target_config(folder))
+
+    assert {problem.kind: problem.message for problem in error.value.problems} == {
+        "target.quantized": "model.embed_tokens.weight is F8_E4M3",
+        "target.mismatched_weights": "model.norm.weight is [3], not [64]",
+        "target.missing_weights": "there is no lm_head.weight",
+    }
+
+
+def test_a_tied_head_is_not_read(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "target", num_hidden_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+    found = read_head_tensors(find_target(target_config(folder)), target_config(folder))
+
+    assert found.keys() == {"embed_tokens.weight", "norm.weight"}
