@@ -6,7 +6,7 @@ Legend: T tokens of a sample, A aux layers, H target hidden.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,23 +49,19 @@ def shard_content(
         "last_hidden_states": [sample.last_hidden_states for sample in samples],
     }
     layout = shard_layout(contract, sum(sample.input_ids.numel() for sample in samples))
-    metadata = shard_metadata(sample.info for sample in samples)
-    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return {name: columns[name] for name in layout}, {METADATA_KEY: text}
+    return {name: columns[name] for name in layout}, header_metadata(sample.info for sample in samples)
+
+
+def header_metadata(samples: Iterable[SampleInfo]) -> dict[str, str]:
+    """The text entries of a shard's header."""
+    text = json.dumps(shard_metadata(samples), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {METADATA_KEY: text}
 
 
 def sample_faults(sample: StoredSample, contract: WiringContract) -> list[tuple[str, str]]:
     """(kind, message) of everything that bars this sample from a store of that contract."""
     tokens, hidden, dtype = sample.input_ids.numel(), contract.hidden_size, getattr(torch, contract.dtype)
-    faults = []
-    if not sample.id:
-        faults.append(("sample_id", "its id is empty"))
-    ids = sample.input_ids
-    if ids.ndim != 1 or not tokens or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        faults.append(("sample_shape", f"input_ids are {ids.dtype} {list(ids.shape)}, expected integers [tokens]"))
-    elif ids.min() < 0 or ids.max() >= contract.vocab_size:
-        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
-        faults.append(("ids_out_of_range", message))
+    faults = token_faults(sample.id, sample.input_ids, contract)
     expected = {
         "loss_mask": (torch.bool, (tokens,)),
         "aux_hidden_states": (dtype, (tokens, len(contract.output_indices) * hidden)),
@@ -78,4 +74,17 @@ def sample_faults(sample: StoredSample, contract: WiringContract) -> list[tuple[
             faults.append(("sample_shape", message))
         elif not torch.isfinite(tensor).all():
             faults.append(("non_finite", f"has NaN or infinity in its {name}"))
+    return faults
+
+
+def token_faults(sample_id: str, ids: torch.Tensor, contract: WiringContract) -> list[tuple[str, str]]:
+    """(kind, message) of what is wrong with a sample's id or its token ids."""
+    faults = []
+    if not sample_id:
+        faults.append(("sample_id", "its id is empty"))
+    if ids.ndim != 1 or not len(ids) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        faults.append(("sample_shape", f"input_ids are {ids.dtype} {list(ids.shape)}, expected integers [tokens]"))
+    elif ids.min() < 0 or ids.max() >= contract.vocab_size:
+        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
+        faults.append(("ids_out_of_range", message))
     return faults

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_SIZES = {code: dtype.itemsize for dtype, code in _CODES.items()}
 _ALIGNMENT = 8
 
 
@@ -65,18 +67,25 @@ def plain_os_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _blocks(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def file_header(layout: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the tensors: `layout` is name -> (safetensors dtype, shape), in the order of their bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, parts in tensors.items():
-        size = sum(part.nbytes for part in parts)
-        shape = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]
-        header[name] = {"dtype": _CODES[parts[0].dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+    for name, (code, shape) in layout.items():
+        size = prod(shape) * _SIZES[code]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    yield len(text).to_bytes(8, "little")
-    yield text
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield file_header({name: _entry(parts) for name, parts in tensors.items()}, metadata)
     for parts in tensors.values():
         for part in parts:
             yield part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _entry(parts: Sequence[torch.Tensor]) -> tuple[str, list[int]]:
+    return _CODES[parts[0].dtype], [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]

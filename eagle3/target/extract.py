@@ -14,6 +14,7 @@ import torch
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_fingerprint import neighbours
 from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
@@ -21,7 +22,7 @@ from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samp
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
 from eagle3.target.selfcheck import self_check
-from eagle3.wiring.layers import EMBEDDING, LayerWiring
+from eagle3.wiring.layers import LayerWiring
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,11 @@ def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWrite
 
 def _neighbours(engine: TransformersEngine, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
     """States [T, H] of the embedding and of the layers before and after the captured ones, by output index."""
-    wiring = engine.wiring
-    near = {index + step for index in wiring.output_indices for step in (-1, 1)} | {EMBEDDING}
-    others = sorted(near.difference(wiring.output_indices).intersection(range(EMBEDDING, wiring.num_hidden_layers)))
+    others = neighbours(engine.wiring)
     if not others:
         return {}
-    beside = TransformersEngine(
-        engine.model, engine.spec, LayerWiring(tuple(others), wiring.num_hidden_layers), engine.last_hidden_states
-    )
+    wiring = LayerWiring(tuple(others), engine.wiring.num_hidden_layers)
+    beside = TransformersEngine(engine.model, engine.spec, wiring, engine.last_hidden_states)
     states = beside.capture([token_ids])[0].aux_hidden_states.chunk(len(others), dim=-1)
     return dict(zip(others, states, strict=True))
 
