@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from eagle3.data.store_check import check_shard, check_target_head, target_head_shapes
 from eagle3.data.store_format import (
+    COMMIT_LOCK_FILE,
     LOCK_FILE,
     MANIFEST_FILE,
+    PROCESS_LOCK_FILES,
     TARGET_HEAD_FILE,
     FileInfo,
     Manifest,
@@ -22,7 +24,7 @@ from eagle3.data.store_format import (
     shard_files,
 )
 from eagle3.data.tensor_file import write_tensor_file
-from eagle3.errors import Problem, raise_problems
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, write_atomic
 from eagle3.wiring.contract import WiringContract
 
@@ -50,14 +52,11 @@ def resume_manifest(
     Raises:
         ProblemsError: the store has other settings, another contract or another head (every difference is listed).
     """
-    manifest, where = load_manifest(folder), str(folder)
-    problems = manifest.contract.compare(contract, where, "this run")
-    problems += setting_differences(manifest.settings, plain_json(settings), where)
+    manifest = check_resume(folder, contract, settings)
     damaged_head = check_target_head(folder, manifest)
     if not damaged_head and not _same_head(folder, head):
         message = "the store was begun with other weights of the target's embedding, norm or head"
-        problems.append(Problem(where, "store.other_target", message, _OTHER_SETTINGS_FIX))
-    raise_problems(problems, f"cannot resume {where}")
+        raise problem_error(str(folder), "store.other_target", message, _OTHER_SETTINGS_FIX)
     if damaged_head:
         manifest = replace(manifest, target_head=write_target_head(folder, head))
     damaged = {shard.file: check_shard(folder, shard, manifest.contract) for shard in manifest.shards}
@@ -67,6 +66,19 @@ def resume_manifest(
         manifest = replace(manifest, fingerprint=None)
     redone = damaged_head + [problem for problems in damaged.values() for problem in problems]
     return replace(manifest, shards=shards), redone
+
+
+def check_resume(folder: Path, contract: WiringContract, settings: Mapping[str, Any]) -> Manifest:
+    """The manifest of a store that a run with this contract and these settings may go on with.
+
+    Raises:
+        ProblemsError: every difference.
+    """
+    manifest, where = load_manifest(folder), str(folder)
+    problems = manifest.contract.compare(contract, where, "this run")
+    problems += setting_differences(manifest.settings, plain_json(settings), where)
+    raise_problems(problems, f"cannot resume {where}")
+    return manifest
 
 
 def check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> list[Problem]:
@@ -96,7 +108,8 @@ def check_output(folder: Path) -> list[Problem]:
     if shards := shard_files(folder):  # a killed writer never leaves that
         message = f"has {len(shards)} shards, but no {MANIFEST_FILE}"
         return [Problem(str(folder), "store.manifest_missing", message, "restore the manifest, or use an empty folder")]
-    ours = {LOCK_FILE, TARGET_HEAD_FILE, *(path.name for path in _temporary_files(folder))}
+    left = [*_temporary_files(folder), *folder.glob(PROCESS_LOCK_FILES)]
+    ours = {LOCK_FILE, COMMIT_LOCK_FILE, TARGET_HEAD_FILE, *(path.name for path in left)}
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in ours):
         message = f"is no hidden-state store, and holds {', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}"
         return [Problem(str(folder), "store.not_a_store", message, "use an empty or a new folder as output")]

@@ -22,6 +22,8 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TARGET_HEAD_FILE = "target_head.safetensors"
 LOCK_FILE = "writer.lock"
+COMMIT_LOCK_FILE = "commit.lock"
+PROCESS_LOCK_FILES = "process-*.lock"
 METADATA_KEY = "eagle3"
 DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -90,6 +92,10 @@ class Manifest:
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
+
+
+def process_lock_file(index: int) -> str:
+    return PROCESS_LOCK_FILES.replace("*", f"{index:05d}")
 
 
 def shard_files(folder: Path) -> list[Path]:

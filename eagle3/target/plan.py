@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from eagle3.config import ExtractConfig
+from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, special_token_ids
 from eagle3.data.conversations import load_conversations
 from eagle3.data.store_check import check_store
-from eagle3.data.store_folder import check_output, setting_differences
-from eagle3.data.store_format import MANIFEST_FILE, load_manifest
+from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.identity import conversations_digest, target_identity
@@ -189,13 +189,10 @@ def check_resume(plan: ExtractPlan) -> bool:
     Raises:
         ProblemsError: every difference in contract and settings.
     """
-    raise_problems(check_output(plan.folder))
+    raise_problems(store_folder.check_output(plan.folder))
     if not (plan.folder / MANIFEST_FILE).exists():
         return False
-    manifest, where = load_manifest(plan.folder), str(plan.folder)
-    problems = manifest.contract.compare(plan.contract, where, "this run")
-    problems += setting_differences(manifest.settings, plan.settings, where)
-    raise_problems(problems, f"cannot resume {where}")
+    manifest = store_folder.check_resume(plan.folder, plan.contract, plan.settings)
     stored = {sample.id for shard in manifest.shards for sample in shard.samples}
     return stored == {sample.id for sample in plan.samples} and not check_store(plan.folder, manifest)
 
