@@ -121,6 +121,8 @@ class ServerSection(Section):
     """Seconds to wait for an answer."""
     attempts: PositiveInt = 6
     """Times that a request is sent while the connection fails, with 1, 2, 4, ... seconds between."""
+    check_target: bool = True
+    """Compare the first states with those of the target in this process, where `target.path` fits in memory."""
 
 
 class ExtractConfig(Section):
@@ -133,8 +135,8 @@ class ExtractConfig(Section):
     output: PathText
     """Folder of the hidden-state store."""
     engine: Literal["auto", "transformers", "streamed", "sglang"] = "auto"
-    """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), a running server
-    (`sglang`), or `auto`, which streams a target that does not fit."""
+    """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), a running
+    server (`sglang`), or `auto`, which streams a target that does not fit."""
     stream: StreamSection = Field(default_factory=StreamSection)
     server: ServerSection = Field(default_factory=ServerSection)
     store_dtype: Dtype = "bfloat16"

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from eagle3.data.chat import TokenSample
+from eagle3.data.store_sample import StoredSample
 from eagle3.errors import Problem, raise_problems
 
 
@@ -63,6 +65,17 @@ def capture_samples(
             problems.append(Problem(name, "capture.width", message, _FIX))
     raise_problems(problems)
     return captures
+
+
+def stored_sample(sample: TokenSample, capture: Capture, dtype: torch.dtype) -> StoredSample:
+    """A sample with its states, in the store's type."""
+    return StoredSample(
+        id=sample.id,
+        input_ids=torch.tensor(sample.input_ids, dtype=torch.int32),
+        loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
+        aux_hidden_states=capture.aux_hidden_states.to(dtype),
+        last_hidden_states=capture.last_hidden_states.to(dtype),
+    )
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

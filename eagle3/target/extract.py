@@ -9,20 +9,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
-from eagle3.data.store_fingerprint import neighbours
 from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
-from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size
+from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
 from eagle3.target.selfcheck import self_check
-from eagle3.wiring.layers import LayerWiring
+from eagle3.target.served_extract import extract_served
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,8 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
 
 
 def _extract(plan: ExtractPlan) -> int:
+    if plan.cfg.engine == "sglang":
+        return extract_served(plan)
     cfg, spec = plan.cfg, plan.files.spec
     model = load_model(plan.files, cfg.target)
     engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)
@@ -89,7 +88,7 @@ def _extract(plan: ExtractPlan) -> int:
         plan.files.text_config,
         {name: tensor.cpu() for name, tensor in tensors.items()},
         provenance={**provenance(), "config": cfg.model_dump(mode="json")},
-        other_states=lambda token_ids: _neighbours(engine, token_ids),
+        other_states=engine.neighbours,
     ) as writer:
         for problem in writer.redone:
             print(f"redone: {problem}", file=sys.stderr)
@@ -116,28 +115,11 @@ def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWrite
     return sum(map(len, work))
 
 
-def _neighbours(engine: TransformersEngine, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
-    """States [T, H] of the embedding and of the layers before and after the captured ones, by output index."""
-    others = neighbours(engine.wiring)
-    if not others:
-        return {}
-    wiring = LayerWiring(tuple(others), engine.wiring.num_hidden_layers)
-    beside = TransformersEngine(engine.model, engine.spec, wiring, engine.last_hidden_states)
-    states = beside.capture([token_ids])[0].aux_hidden_states.chunk(len(others), dim=-1)
-    return dict(zip(others, states, strict=True))
-
-
 def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> dict[int, StoredSample]:
     samples = [plan.samples[index] for index in chosen]
     ids, tokens = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     captures = capture_samples(engine, ids, tokens, plan.aux_width)
     return {
-        index: StoredSample(
-            id=sample.id,
-            input_ids=torch.tensor(sample.input_ids, dtype=torch.int32),
-            loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
-            aux_hidden_states=capture.aux_hidden_states.to(plan.store_dtype),
-            last_hidden_states=capture.last_hidden_states.to(plan.store_dtype),
-        )
+        index: stored_sample(sample, capture, plan.store_dtype)
         for index, sample, capture in zip(chosen, samples, captures, strict=True)
     }

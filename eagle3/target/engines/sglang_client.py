@@ -73,6 +73,7 @@ class SglangClient:
         self.attempts = attempts
         self._api_key_hint = api_key_hint
         self._closed = threading.Event()
+        self._parsing = threading.Lock()
         try:
             self._http = httpx.Client(
                 base_url=self.url,
@@ -123,13 +124,14 @@ class SglangClient:
             sampling["logit_bias"] = {str(vocab_size - 1): 0.0}
         request = {"input_ids": list(token_ids), "sampling_params": sampling, "return_hidden_states": True, **options}
         answer = self._send("POST", "/generate", request)
-        body = _json(answer)
-        if answer.status_code != 200:
-            raise self._refusal(answer, body, vocab_size)
-        meta = body.get("meta_info")
-        if not isinstance(meta, dict):
-            raise problem_error(self.url, "server.no_states", "answers without meta_info", ENABLE)
-        states = self._states(meta.pop("hidden_states", None))
+        with self._parsing:  # one at a time: as Python numbers, states take many times their bytes
+            body = _json(answer)
+            if answer.status_code != 200:
+                raise self._refusal(answer, body, vocab_size)
+            meta = body.get("meta_info")
+            if not isinstance(meta, dict):
+                raise problem_error(self.url, "server.no_states", "answers without meta_info", ENABLE)
+            states = self._states(meta.pop("hidden_states", None))
         cached = meta.get("cached_tokens")
         return Answer(states, cached if isinstance(cached, int) else None, meta)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eagle3.config import TargetConfig
+from eagle3.data.store_fingerprint import neighbours
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.capture import Capture
 from eagle3.target.resolve import TargetFiles, pick_device
@@ -102,6 +103,16 @@ class TransformersEngine:
             logits=_rows(output.logits, batch),
             hidden_states=[_rows(states, batch) for states in output.hidden_states],
         )
+
+    def neighbours(self, tokens: Sequence[int]) -> dict[int, torch.Tensor]:
+        """States [T, H] of the embedding and of the layers before and after the captured ones, by output index."""
+        others = neighbours(self.wiring)
+        if not others:
+            return {}
+        wiring = LayerWiring(tuple(others), self.wiring.num_hidden_layers)
+        beside = TransformersEngine(self.model, self.spec, wiring, self.last_hidden_states)
+        states = beside.capture([tokens])[0].aux_hidden_states.chunk(len(others), dim=-1)
+        return dict(zip(others, states, strict=True))
 
     @torch.inference_mode()
     def normed(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""`eagle3 extract` with engine=sglang: a store from a running server.
+
+Only the target's config, tokenizer, embedding, norm and head are read here; the rest of it where it is there and fits
+in memory, once, for the check of the first states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from eagle3.data.store import StoreWriter
+from eagle3.draft.loss import TargetHead
+from eagle3.errors import problem_error
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.target.capture import shards_by_size, stored_sample
+from eagle3.target.engine_choice import choose_engine
+from eagle3.target.engines.sglang import SglangEngine
+from eagle3.target.engines.sglang_client import SglangClient
+from eagle3.target.engines.sglang_server import check_last_states_server, check_server
+from eagle3.target.engines.transformers import TransformersEngine, load_model
+from eagle3.target.head_tensors import read_head_tensors
+from eagle3.target.plan import ExtractPlan
+from eagle3.target.served_check import check_served
+
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+def extract_served(plan: ExtractPlan) -> int:
+    """Extracts what the store lacks; returns how many samples.
+
+    Raises:
+        ProblemsError: kinds `server.*`; whatever can be found out before the first byte is written, is. A server that
+            dies half-way costs the shard in work; the same command goes on.
+    """
+    cfg, contract, files = plan.cfg, plan.contract, plan.files
+    if cfg.last_hidden_states != "post_norm":
+        message = "a server returns post-norm last hidden states only"
+        raise problem_error("last_hidden_states", "server.pre_norm", message, "set last_hidden_states=post_norm")
+    head = read_head_tensors(files, cfg.target)
+    longest = max(len(sample.input_ids) for sample in plan.samples)
+    with ExitStack() as stack:
+        client = stack.enter_context(_client(plan, cfg.server.url))
+        served = check_server(client, files, contract.wiring, longest)
+        last_states = None
+        if cfg.server.last_states_url is not None:
+            last_states = stack.enter_context(_client(plan, cfg.server.last_states_url))
+            check_last_states_server(last_states, files, longest)
+        local = _local_target(plan)
+        if not served.layers_known and local is None:
+            message = "does not say which layers it captures, and the target's weights are not here to find out"
+            raise problem_error(client.url, "server.layers_unknown", message, served.start)
+        engine = SglangEngine(
+            client,
+            contract.hidden_size,
+            contract.wiring.num_aux,
+            plan.store_dtype,
+            served.start,
+            last_states,
+            cfg.server.concurrency,
+        )
+        check_served(
+            engine,
+            contract,
+            cfg.target.dtype,
+            TargetHead(
+                lm_head=head.get("lm_head.weight", head["embed_tokens.weight"]),
+                norm_weight=head["norm.weight"],
+                eps=files.text_config["rms_norm_eps"],
+                kind="post_norm",
+            ),
+            {sample.id: sample.input_ids for sample in plan.samples},
+            served.start,
+            local,
+        )
+        with StoreWriter(
+            plan.folder,
+            contract,
+            plan.settings,
+            files.text_config,
+            head,
+            provenance={**provenance(), "config": cfg.model_dump(mode="json"), "server": served.recorded},
+            other_states=None if local is None else local.neighbours,
+        ) as writer:
+            for problem in writer.redone:
+                print(f"redone: {problem}", file=sys.stderr)
+            return _extract_missing(plan, engine, writer)
+
+
+def _client(plan: ExtractPlan, url: str) -> SglangClient:
+    server = plan.cfg.server
+    return SglangClient(
+        url,
+        os.environ.get(server.api_key_env),
+        api_key_hint=f"set {server.api_key_env}",
+        timeout=server.timeout,
+        attempts=server.attempts,
+        connections=server.concurrency,
+    )
+
+
+def _local_target(plan: ExtractPlan) -> TransformersEngine | None:
+    """The target in this process, if its weights are all here and fit in memory."""
+    cfg, files = plan.cfg, plan.files
+    if not cfg.server.check_target:
+        return None
+    if not _is_whole(files.folder) or choose_engine(files, cfg.target) != "transformers":
+        print(f"note: the states are not compared with {files.folder}: it is not whole, or too large", file=sys.stderr)
+        return None
+    return TransformersEngine(load_model(files, cfg.target), files.spec, plan.contract.wiring, "post_norm")
+
+
+def _is_whole(folder: Path) -> bool:
+    index = folder / _INDEX_FILE
+    if not index.exists():
+        return (folder / "model.safetensors").exists()
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return all((folder / name).exists() for name in names)
+
+
+def _extract_missing(plan: ExtractPlan, engine: SglangEngine, writer: StoreWriter) -> int:
+    """A shard at a time, all of its samples asked for at once: the server and `server.concurrency` say how many run."""
+    cfg, samples = plan.cfg, plan.samples
+    shards = shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples)
+    work = [[index for index in shard if samples[index].id not in writer.completed] for shard in shards]
+    tokens = sum(len(samples[index].input_ids) for shard in work for index in shard)
+    with progress("extract", tokens, "tokens") as advance:
+        for missing in filter(None, work):
+            stored = []
+            captures = engine.stream([samples[index].input_ids for index in missing])
+            for index, capture in zip(missing, captures, strict=True):
+                stored.append(stored_sample(samples[index], capture, plan.store_dtype))
+                advance(len(samples[index].input_ids))
+            writer.write_shard(stored)
+    return sum(map(len, work))
