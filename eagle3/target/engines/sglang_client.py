@@ -23,7 +23,7 @@ from eagle3.errors import Eagle3Error, problem_error
 
 START = "start the server, wait until it is ready, and check the address"
 ENABLE = "start it with --enable-return-hidden-states"
-_LONGEST_PAUSE = 30.0
+_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _OVERLOADED = (429, 502, 503, 504)
 
 
@@ -162,7 +162,7 @@ class SglangClient:
                     raise problem_error(self.url, "server.refused", "wants an API key", self._api_key_hint)
                 if last or answer.status_code not in _OVERLOADED:
                     return answer
-            if self._closed.wait(min(2.0**attempt, _LONGEST_PAUSE)):
+            if self._closed.wait(min(_PAUSE * 2**attempt, _LONGEST_PAUSE)):
                 raise problem_error(self.url, "server.no_answer", "was no longer asked", START)
         raise AssertionError("attempts is at least 1")
 
