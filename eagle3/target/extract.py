@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
@@ -20,6 +21,8 @@ from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
 from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
+from eagle3.target.stream_extract import extract_streamed
+from eagle3.target.stream_plan import begun_settings, settle_sizes
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class ExtractReport:
         samples, tokens, supervised_tokens: in the store.
         extracted: samples that this run added.
         prepared: what became of the conversations.
+        lacking: what other processes have yet to do, a line each.
     """
 
     output: str
@@ -39,10 +43,14 @@ class ExtractReport:
     supervised_tokens: int
     extracted: int
     prepared: PrepareReport
+    lacking: Sequence[str] = ()
 
     def render(self) -> str:
         counts = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised"
-        return f"{self.output}: {counts}; {self.extracted:,} samples extracted by this run"
+        lines = [f"{self.output}: {counts}; {self.extracted:,} samples extracted by this run"]
+        if self.lacking:
+            lines += ["the store is not complete yet; still to be done:", *(f"  {line}" for line in self.lacking)]
+        return "\n".join(lines)
 
 
 def run_extract(cfg: ExtractConfig) -> ExtractReport:
@@ -54,21 +62,32 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
             not fit its tokens.
     """
     plan = make_plan(cfg)
+    if plan.engine == "streamed":
+        plan = settle_sizes(plan, begun_settings(plan))
+    lacking: Sequence[str] = ()
     check_disk(plan)
-    extracted = 0 if check_resume(plan) else _extract(plan)
+    if check_resume(plan):
+        extracted = 0
+    elif plan.engine == "streamed":
+        extracted, lacking = extract_streamed(plan)
+    elif plan.engine == "sglang":
+        extracted = extract_served(plan)
+    else:
+        extracted = _extract(plan)
+    begun = (plan.folder / MANIFEST_FILE).exists()
+    stored = [sample for shard in load_manifest(plan.folder).shards for sample in shard.samples] if begun else []
     return ExtractReport(
         output=cfg.output,
-        samples=len(plan.samples),
-        tokens=plan.prepared.tokens,
-        supervised_tokens=plan.prepared.supervised_tokens,
+        samples=len(stored),
+        tokens=sum(sample.tokens for sample in stored),
+        supervised_tokens=sum(sample.supervised for sample in stored),
         extracted=extracted,
         prepared=plan.prepared,
+        lacking=lacking,
     )
 
 
 def _extract(plan: ExtractPlan) -> int:
-    if plan.cfg.engine == "sglang":
-        return extract_served(plan)
     cfg, spec = plan.cfg, plan.files.spec
     model = load_model(plan.files, cfg.target)
     engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)

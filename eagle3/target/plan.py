@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare
 from eagle3.data.conversations import load_conversations
 from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.errors import Problem, raise_problems
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.identity import conversations_digest, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
@@ -43,6 +44,11 @@ class ExtractPlan:
     settings: dict[str, Any]
     samples: list[TokenSample]
     prepared: PrepareReport
+
+    @property
+    def engine(self) -> str:
+        """What runs the target, `auto` resolved."""
+        return str(self.settings["engine"])
 
     @property
     def folder(self) -> Path:
@@ -157,25 +163,31 @@ def check_disk(plan: ExtractPlan) -> None:
     Raises:
         ProblemsError: kind `extract.disk`; the disk would be fuller than `free_disk_fraction` allows.
     """
+    print(plan.prepared, file=sys.stderr)
+    estimate, problems = disk_estimate(plan)
+    print(estimate, file=sys.stderr)
+    raise_problems(problems)
+
+
+def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
+    """What the store takes, in words, and a problem if that does not fit."""
     folder = plan.folder
-    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
     needed = sum(plan.sizes) + plan.head_bytes
-    missing = max(needed - there, 0)
+    missing = max(needed - _bytes_in(folder), 0)
     disk = shutil.disk_usage(_existing(folder))
     spare = disk.free - int(plan.cfg.free_disk_fraction * disk.total)
-    print(plan.prepared, file=sys.stderr)
-    print(
-        f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens, {_size(needed)}, of which "
-        f"{_size(missing)} to be written; {_size(disk.free)} free in {folder}",
-        file=sys.stderr,
+    estimate = (
+        f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens, {size_text(needed)}, of which "
+        f"{size_text(missing)} to be written; {size_text(disk.free)} free in {folder}"
     )
-    if missing > spare:
-        message = (
-            f"needs {_size(missing)} more, {_size(disk.free)} are free and "
-            f"{_size(disk.free - spare)} must stay free (free_disk_fraction)"
-        )
-        fix = "free space, choose another output, or take fewer conversations (data.limit) or tokens (data.max_length)"
-        raise problem_error(str(folder), "extract.disk", message, fix)
+    if missing <= spare:
+        return estimate, []
+    message = (
+        f"needs {size_text(missing)} more, {size_text(disk.free)} are free and "
+        f"{size_text(disk.free - spare)} must stay free (free_disk_fraction)"
+    )
+    fix = "free space, choose another output, or take fewer conversations (data.limit) or tokens (data.max_length)"
+    return estimate, [Problem(str(folder), "extract.disk", message, fix)]
 
 
 def check_resume(plan: ExtractPlan) -> bool:
@@ -202,5 +214,14 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another process gave it its final name
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def size_text(count: int) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"

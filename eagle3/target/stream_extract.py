@@ -1,0 +1,257 @@
+"""`eagle3 extract` with the streamed engine: this process's chunks, one pass over the weights for each.
+
+A chunk's shards get their names when all of its rows are on disk. Their checksums are made, and the manifest lists
+them, while the next chunk walks; a process that is killed before that lists them when it comes back. So a kill loses
+the chunk that walks, and no other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from eagle3.data.shard_file import ShardFile, sample_info, shard_entry
+from eagle3.data.store_check import check_shard, check_target_head
+from eagle3.data.store_fingerprint import fingerprint_place
+from eagle3.data.store_format import Manifest, ShardInfo, load_manifest, shard_name
+from eagle3.data.store_joint import JointStore
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.target.engines.streamed import StreamedEngine
+from eagle3.target.plan import ExtractPlan
+from eagle3.target.shares import Chunk, Shard, share_of
+from eagle3.target.stream_plan import StreamPlan, begun_settings, make_stream_plan, scratch_folder, settle_sizes
+from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, copier
+from eagle3.wiring.fingerprint_file import Fingerprint
+
+_HASHERS = 4
+
+
+def extract_streamed(plan: ExtractPlan) -> tuple[int, list[str]]:
+    """Does this process's share of what the store lacks.
+
+    Returns:
+        How many samples it added, and a line for each process whose share is not there yet.
+
+    Raises:
+        ProblemsError: as `run_extract`; this machine has too little memory, or another process of this number is at
+            work.
+    """
+    stream = make_stream_plan(plan, begun_settings(plan))
+    _say(*stream.memory.lines(), *stream.advice())
+    if _is_done(stream):
+        _say(f"nothing is left to do for process {stream.process.index}")
+        return 0, _lacking(stream)
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(make_engine(stream)))
+        check_engine(stream, engine)
+        store = stack.enter_context(_open_store(plan, stream, engine))
+        if store.settings != stream.plan.settings:  # another process began it meanwhile, with other sizes
+            stream = make_stream_plan(plan, store.settings)
+            engine = stack.enter_context(closing(make_engine(stream)))
+        for problem in store.redone:
+            _say(f"redone: {problem}")
+        _adopt(stream, store)
+        added = _walk_share(stream, engine, store)
+    return added, _lacking(stream)
+
+
+def make_engine(stream: StreamPlan) -> StreamedEngine:
+    """The engine of a plan."""
+    cfg = stream.plan.cfg
+    return StreamedEngine(
+        stream.plan.files,
+        cfg.target,
+        stream.plan.contract.wiring,
+        cfg.last_hidden_states,
+        stream.memory.sizes,
+        cfg.stream.read_threads,
+        scratch_folder(cfg),
+    )
+
+
+def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
+    """The self-check, before anything is written."""
+    from eagle3.target.selfcheck import self_check_streamed
+
+    samples = stream.plan.samples
+    ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
+    self_check_streamed(engine, ids, batch, stream.plan.store_dtype)
+
+
+def _is_done(stream: StreamPlan) -> bool:
+    """Whether this process's shards, and the target head, are there and sound."""
+    if not stream.share:
+        return True
+    if begun_settings(stream.plan) is None:
+        return False
+    folder, manifest = stream.plan.folder, load_manifest(stream.plan.folder)
+    mine = {shard_name(shard.number) for chunk in stream.share for shard in chunk.shards}
+    sound = {shard.file for shard in manifest.shards if not check_shard(folder, shard, manifest.contract)}
+    return mine <= sound and not check_target_head(folder, manifest)
+
+
+def _open_store(given: ExtractPlan, stream: StreamPlan, engine: StreamedEngine) -> JointStore:
+    """Begins the store with this machine's sizes, or goes on with one, whose sizes are taken where none are `given`."""
+    plan = stream.plan
+    return JointStore(
+        plan.folder,
+        plan.contract,
+        lambda begun: plan.settings if begun is None else settle_sizes(given, begun).settings,
+        plan.files.text_config,
+        engine.head_tensors(),
+        {**provenance(), "config": given.cfg.model_dump(mode="json")},
+        stream.process.index,
+        stream.process.count,
+    )
+
+
+def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -> int:
+    """Walks this process's chunks that lack a shard; returns how many samples were added."""
+    work = missing_shards(stream.share, store.manifest())
+    process, copy = stream.process, copier(engine.device)
+    label = "extract" if process.count == 1 else f"extract ({process.index} of {process.count})"
+    with (
+        progress(label, sum(stream.tokens(chunk) for chunk, _ in work), "tokens") as advance,
+        _Listing(store) as listing,
+    ):
+        for chunk, shards in work:
+            batch = [stream.plan.samples[index].input_ids for index in chunk.samples]
+            with (
+                _walked(stream, chunk, shards) as (parts, rows),
+                ShardSink(parts, stream.plan.contract, copy, rows) as sink,
+            ):
+                engine.walk(batch, sink, _whole_steps(advance, sink.check, listing.check))
+            listing.add([part.file for part in parts], None if rows is None else rows.fingerprint())
+    return sum(len(shard.samples) for _, shards in work for shard in shards)
+
+
+@contextmanager
+def _walked(
+    stream: StreamPlan, chunk: Chunk, shards: Sequence[Shard]
+) -> Iterator[tuple[list[Part], FingerprintRows | None]]:
+    """Opens these shards of the chunk, and closes them if the walk succeeds; else nothing of them is left."""
+    plan, parts, rows = stream.plan, [], None
+    lengths = [sum(len(plan.samples[index].input_ids) for index in shard.samples) for shard in chunk.shards]
+    try:
+        for shard, length, end in zip(chunk.shards, lengths, accumulate(lengths), strict=True):
+            if shard not in shards:
+                continue
+            samples = [plan.samples[index] for index in shard.samples]
+            file = ShardFile(plan.folder / shard_name(shard.number), samples, plan.contract)
+            parts.append(Part(end - length, end, file))
+            if shard.number == 0:
+                place = fingerprint_place([(sample.id, sample.input_ids) for sample in samples], plan.contract)
+                begin = sum(len(sample.input_ids) for sample in samples[: place.index])
+                rows = FingerprintRows(place, begin, plan.contract)
+        yield parts, rows
+        for part in parts:
+            part.file.close()
+    except BaseException:
+        for part in parts:
+            part.file.discard()
+        raise
+
+
+class _Listing:
+    """Makes the checksums of finished shards and lists them, in the background. A context manager."""
+
+    def __init__(self, store: JointStore) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="listing")
+        self._pending: Future[None] | None = None
+
+    def add(self, files: Sequence[ShardFile], fingerprint: Fingerprint | None) -> None:
+        """Takes a chunk's shards, when those of the one before are listed.
+
+        Raises:
+            ProblemsError: those could not be.
+        """
+        self._wait()
+        self._pending = self._pool.submit(self._list, files, fingerprint)
+        if fingerprint is not None:  # it is in no file: with it, the chunk must not wait for the next one
+            self._wait()
+
+    def check(self) -> None:
+        """Raises what went wrong, if anything did so far."""
+        if self._pending is not None and self._pending.done():
+            self._pending.result()
+
+    def __enter__(self) -> _Listing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+
+    def _list(self, files: Sequence[ShardFile], fingerprint: Fingerprint | None) -> None:
+        with ThreadPoolExecutor(_HASHERS, thread_name_prefix="checksum") as pool:
+            entries = list(pool.map(lambda file: shard_entry(file.path, file.samples), files))
+        self._store.commit(entries, fingerprint)
+
+
+def _adopt(stream: StreamPlan, store: JointStore) -> None:
+    """Lists this process's shards that an earlier run finished and was killed before it listed them."""
+    plan = stream.plan
+    whole = []
+    for _, shards in missing_shards(stream.share, store.manifest()):
+        for shard in shards:
+            path = plan.folder / shard_name(shard.number)
+            samples = [plan.samples[index] for index in shard.samples]
+            if shard.number and path.exists() and _fits(path, [sample_info(item) for item in samples], plan):
+                whole.append(shard_entry(path, samples))
+    if whole:
+        _say(f"{len(whole)} shards were whole, but not listed yet")
+        store.commit(whole)
+
+
+def _fits(path: Path, infos: Sequence[Any], plan: ExtractPlan) -> bool:
+    return not check_shard(path.parent, ShardInfo(path.name, path.stat().st_size, "", tuple(infos)), plan.contract)
+
+
+def missing_shards(chunks: Sequence[Chunk], manifest: Manifest | None) -> list[tuple[Chunk, list[Shard]]]:
+    """Those of the chunks of which the manifest lacks shards, and those shards."""
+    listed = set() if manifest is None else {shard.file for shard in manifest.shards}
+    work = [(chunk, [shard for shard in chunk.shards if shard_name(shard.number) not in listed]) for chunk in chunks]
+    return [(chunk, shards) for chunk, shards in work if shards]
+
+
+def _lacking(stream: StreamPlan) -> list[str]:
+    """What other processes have yet to do."""
+    manifest = load_manifest(stream.plan.folder) if begun_settings(stream.plan) else None
+    lines = []
+    for index in range(stream.process.count):
+        process = type(stream.process)(index, stream.process.count)
+        if work := missing_shards(share_of(stream.chunks, process), manifest):
+            tokens = sum(stream.tokens(chunk) for chunk, _ in work)
+            lines.append(f"process {index}: {len(work):,} chunks, {tokens:,} tokens")
+    return lines
+
+
+def _whole_steps(advance: Callable[[int], None], *checks: Callable[[], None]) -> Callable[[float], None]:
+    """Hands a walk's fractions of tokens on as whole ones, and lets what goes on beside it raise."""
+    done, shown = 0.0, 0
+
+    def step(tokens: float) -> None:
+        nonlocal done, shown
+        for check in checks:
+            check()
+        done += tokens
+        advance(round(done) - shown)
+        shown = round(done)
+
+    return step
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)

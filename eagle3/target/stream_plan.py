@@ -1,0 +1,118 @@
+"""What a streamed extraction will do: how much goes through the target at once, and which samples go together.
+
+The sizes are those of the store where it is begun, else as configured, else fitted to this machine's memory; from then
+on they are part of the store's settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.config import ExtractConfig
+from eagle3.data.store_format import MANIFEST_FILE, load_manifest
+from eagle3.target.plan import ExtractPlan
+from eagle3.target.resolve import pick_device
+from eagle3.target.shares import Chunk, Process, cut_chunks, even_chunk_tokens, local_device, share_of, this_process
+from eagle3.target.streaming.memory import MemoryPlan, plan_memory
+from eagle3.target.streaming.skeleton import Skeleton
+
+SIZES = ("chunk_tokens", "micro_tokens")
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """An extraction whose sizes are settled.
+
+    Attributes:
+        plan: its config and settings name the sizes.
+        process: this one, among those that share the work.
+        memory: what a chunk needs.
+    """
+
+    plan: ExtractPlan
+    process: Process
+    skeleton: Skeleton
+    memory: MemoryPlan
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """All chunks, whoever does them."""
+        cfg = self.plan.cfg
+        return cut_chunks(
+            self.lengths,
+            self.plan.sizes,
+            self.memory.sizes.chunk_tokens,
+            cfg.shard_max_bytes,
+            cfg.shard_max_samples,
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample.input_ids) for sample in self.plan.samples]
+
+    @property
+    def share(self) -> list[Chunk]:
+        """This process's chunks."""
+        return share_of(self.chunks, self.process)
+
+    def advice(self) -> list[str]:
+        """What to change where the chunks do not divide evenly among the processes."""
+        chunks, count = len(self.chunks), self.process.count
+        if chunks % count == 0:
+            return []
+        even = even_chunk_tokens(self.lengths, self.memory.sizes.chunk_tokens, count)
+        most = -(-chunks // count)
+        return [
+            f"advice: {chunks:,} chunks do not divide evenly among {count:,} processes: the first have {most:,}, the "
+            f"others {most - 1:,}; in a new store, stream.chunk_tokens={even} gives each equally many of equal size"
+        ]
+
+    def tokens(self, chunk: Chunk) -> int:
+        return sum(len(self.plan.samples[index].input_ids) for index in chunk.samples)
+
+
+def begun_settings(plan: ExtractPlan) -> Mapping[str, Any] | None:
+    """The settings of the store, if it is begun."""
+    return load_manifest(plan.folder).settings if (plan.folder / MANIFEST_FILE).exists() else None
+
+
+def settle_sizes(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> ExtractPlan:
+    """The plan with those sizes that the store says and this run leaves open; complete ones go into its settings."""
+    stream, stored = plan.cfg.stream, (begun or {}).get("stream", {})
+    sizes = {key: getattr(stream, key) or stored.get(key) for key in SIZES}
+    cfg = plan.cfg.model_copy(update={"stream": stream.model_copy(update=sizes)})
+    if None in sizes.values():
+        return replace(plan, cfg=cfg)
+    limits = {"shard_max_bytes": cfg.shard_max_bytes, "shard_max_samples": cfg.shard_max_samples}
+    return replace(plan, cfg=cfg, settings={**plan.settings, "stream": {**sizes, **limits}})
+
+
+def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> StreamPlan:
+    """Settles the sizes and checks them against this machine; reads the headers of the checkpoint, no weights.
+
+    Raises:
+        ProblemsError: the checkpoint cannot be read (every reason is listed), a chunk does not fit this machine's
+            memory, or this process's number makes no sense.
+    """
+    target = plan.cfg.target
+    device = local_device(target.device)
+    cfg = plan.cfg.model_copy(update={"target": target.model_copy(update={"device": device})})
+    plan = settle_sizes(replace(plan, cfg=cfg), begun)
+    process = this_process(plan.cfg.stream)
+    skeleton = Skeleton(plan.files, getattr(torch, target.dtype), plan.contract.num_hidden_layers)
+    longest = max(len(sample.input_ids) for sample in plan.samples)
+    memory = plan_memory(skeleton, plan.cfg.stream, longest, pick_device(device), scratch_folder(plan.cfg))
+    sizes = {key: getattr(memory.sizes, key) for key in SIZES}
+    cfg = plan.cfg.model_copy(update={"stream": plan.cfg.stream.model_copy(update=sizes)})
+    return StreamPlan(settle_sizes(replace(plan, cfg=cfg), None), process, skeleton, memory)
+
+
+def scratch_folder(cfg: ExtractConfig) -> Path:
+    """Where the residual stream's file would lie."""
+    return Path(cfg.stream.scratch or cfg.output)
