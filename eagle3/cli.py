@@ -96,11 +96,25 @@ def regenerate(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 
 @app.command(epilog=_epilog(ExtractConfig))
-def extract(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """The target's hidden states for conversations, as a store."""
+def extract(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would read, write and take, and stop.")] = False,
+) -> None:
+    """The target's hidden states for conversations, as a store.
+
+    Streamed, several processes share the work (docs/extraction.md).
+    """
+    cfg = _config(ExtractConfig, config, overrides)
+    if dry:
+        from eagle3.target.estimate import dry_run
+
+        plan = dry_run(cfg)
+        print(plan.render())
+        raise typer.Exit(EXIT_PROBLEMS if plan.problems else 0)
     from eagle3.target.extract import run_extract
 
-    print(run_extract(_config(ExtractConfig, config, overrides)).render())
+    print(run_extract(cfg).render())
 
 
 @app.command(epilog=_epilog(TrainConfig))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
-from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
@@ -22,7 +21,7 @@ from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
 from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
 from eagle3.target.stream_extract import extract_streamed
-from eagle3.target.stream_plan import begun_settings, settle_sizes
+from eagle3.target.stream_plan import begun_manifest, begun_settings, settle_sizes
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
         extracted = extract_served(plan)
     else:
         extracted = _extract(plan)
-    begun = (plan.folder / MANIFEST_FILE).exists()
-    stored = [sample for shard in load_manifest(plan.folder).shards for sample in shard.samples] if begun else []
+    manifest = begun_manifest(plan)  # a process without a share may end before the first one begins the store
+    stored = [sample for shard in manifest.shards for sample in shard.samples] if manifest else []
     return ExtractReport(
         output=cfg.output,
         samples=len(stored),

@@ -76,13 +76,13 @@ class ExtractPlan:
         return values * int(getattr(torch, self.cfg.target.dtype).itemsize)
 
 
-def make_plan(cfg: ExtractConfig) -> ExtractPlan:
-    """Reads the target's config and the data; loads no weights.
+def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
+    """Reads the target's config and the data; loads no weights (`download`: see `find_target`).
 
     Raises:
         ProblemsError: layers that the target does not have; data that cannot be used.
     """
-    files = find_target(cfg.target)
+    files = find_target(cfg.target, download=download)
     facts = files.facts
     wiring = LayerWiring(tuple(cfg.output_indices), facts.num_hidden_layers)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)

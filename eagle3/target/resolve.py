@@ -44,17 +44,18 @@ class TargetFiles:
         return text_config(self.config)
 
 
-def find_target(target: TargetConfig, weights: bool = True) -> TargetFiles:
+def find_target(target: TargetConfig, weights: bool = True, download: bool = True) -> TargetFiles:
     """Finds the checkpoint, downloading it from the hub if `path` is no folder here. Loads no weights.
 
     Args:
         target: which.
         weights: download them too; without, config and tokenizer only.
+        download: without, take what the hub's cache on this machine has.
 
     Raises:
         ProblemsError: it is nowhere, has no (good) config.json, or its model type is not supported.
     """
-    folder = _folder(target, weights)
+    folder = _folder(target, weights, download)
     config = read_target_config(folder)
     spec = find_spec(config.get("model_type"), str(folder))
     return TargetFiles(folder, config, facts_from_config(config, target.contract_name, str(folder)), spec)
@@ -76,7 +77,7 @@ def pick_device(name: str) -> torch.device:
         raise problem_error(
             "target.device", "target.device", f"{name!r} cannot be used: {reason}", "use cpu, cuda or auto"
         ) from None
-    return device
+    return torch.empty(0, device=device).device  # a plain `cuda` gets its number
 
 
 def weights_digest(folder: Path) -> str:
@@ -95,7 +96,7 @@ def weights_digest(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _folder(target: TargetConfig, weights: bool) -> Path:
+def _folder(target: TargetConfig, weights: bool, download: bool) -> Path:
     local = Path(target.path).expanduser()
     if local.is_dir():
         return local
@@ -105,7 +106,11 @@ def _folder(target: TargetConfig, weights: bool) -> Path:
         raise _not_found(target.path, "no such folder")
     patterns = [*_FILES, *(_WEIGHT_FILES if weights else ()), *(_CODE_FILES if target.trust_remote_code else ())]
     try:
-        return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                target.path, revision=target.revision, allow_patterns=patterns, local_files_only=not download
+            )
+        )
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = f"is no folder here, and the Hugging Face hub does not give it: {reason}"

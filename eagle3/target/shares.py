@@ -66,11 +66,6 @@ def cut_chunks(
     return chunks
 
 
-def share_of(chunks: Sequence[Chunk], process: Process) -> list[Chunk]:
-    """The chunks of one process: every `count`-th."""
-    return [chunk for chunk in chunks if chunk.number % process.count == process.index]
-
-
 def even_chunk_tokens(lengths: Sequence[int], chunk_tokens: int, count: int) -> int:
     """The smallest chunk size, at most the one given, that gives the processes equally many chunks of nearly equal
     size without a further pass over the weights for any of them.

@@ -18,14 +18,23 @@ from typing import Any
 from eagle3.data.shard_file import ShardFile, sample_info, shard_entry
 from eagle3.data.store_check import check_shard, check_target_head
 from eagle3.data.store_fingerprint import fingerprint_place
-from eagle3.data.store_format import Manifest, ShardInfo, load_manifest, shard_name
+from eagle3.data.store_format import ShardInfo, shard_name
 from eagle3.data.store_joint import JointStore
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.plan import ExtractPlan
-from eagle3.target.shares import Chunk, Shard, share_of
-from eagle3.target.stream_plan import StreamPlan, begun_settings, make_stream_plan, scratch_folder, settle_sizes
+from eagle3.target.selfcheck import self_check_streamed
+from eagle3.target.shares import Chunk, Shard
+from eagle3.target.stream_plan import (
+    StreamPlan,
+    begun_manifest,
+    begun_settings,
+    make_stream_plan,
+    missing_shards,
+    scratch_folder,
+    settle_sizes,
+)
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, copier
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -72,13 +81,12 @@ def make_engine(stream: StreamPlan) -> StreamedEngine:
         stream.memory.sizes,
         cfg.stream.read_threads,
         scratch_folder(cfg),
+        stream.skeleton,
     )
 
 
 def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
     """The self-check, before anything is written."""
-    from eagle3.target.selfcheck import self_check_streamed
-
     samples = stream.plan.samples
     ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     self_check_streamed(engine, ids, batch, stream.plan.store_dtype)
@@ -88,9 +96,9 @@ def _is_done(stream: StreamPlan) -> bool:
     """Whether this process's shards, and the target head, are there and sound."""
     if not stream.share:
         return True
-    if begun_settings(stream.plan) is None:
+    folder, manifest = stream.plan.folder, begun_manifest(stream.plan)
+    if manifest is None:
         return False
-    folder, manifest = stream.plan.folder, load_manifest(stream.plan.folder)
     mine = {shard_name(shard.number) for chunk in stream.share for shard in chunk.shards}
     sound = {shard.file for shard in manifest.shards if not check_shard(folder, shard, manifest.contract)}
     return mine <= sound and not check_target_head(folder, manifest)
@@ -218,23 +226,15 @@ def _fits(path: Path, infos: Sequence[Any], plan: ExtractPlan) -> bool:
     return not check_shard(path.parent, ShardInfo(path.name, path.stat().st_size, "", tuple(infos)), plan.contract)
 
 
-def missing_shards(chunks: Sequence[Chunk], manifest: Manifest | None) -> list[tuple[Chunk, list[Shard]]]:
-    """Those of the chunks of which the manifest lacks shards, and those shards."""
-    listed = set() if manifest is None else {shard.file for shard in manifest.shards}
-    work = [(chunk, [shard for shard in chunk.shards if shard_name(shard.number) not in listed]) for chunk in chunks]
-    return [(chunk, shards) for chunk, shards in work if shards]
-
-
 def _lacking(stream: StreamPlan) -> list[str]:
-    """What other processes have yet to do."""
-    manifest = load_manifest(stream.plan.folder) if begun_settings(stream.plan) else None
-    lines = []
-    for index in range(stream.process.count):
-        process = type(stream.process)(index, stream.process.count)
-        if work := missing_shards(share_of(stream.chunks, process), manifest):
-            tokens = sum(stream.tokens(chunk) for chunk, _ in work)
-            lines.append(f"process {index}: {len(work):,} chunks, {tokens:,} tokens")
-    return lines
+    """What every process has yet to do."""
+    manifest = begun_manifest(stream.plan)
+    left = {index: missing_shards(chunks, manifest) for index, chunks in enumerate(stream.shares)}
+    return [
+        f"process {index}: {len(work):,} chunks, {sum(stream.tokens(chunk) for chunk, _ in work):,} tokens"
+        for index, work in left.items()
+        if work
+    ]
 
 
 def _whole_steps(advance: Callable[[int], None], *checks: Callable[[], None]) -> Callable[[float], None]:

@@ -6,7 +6,7 @@ on they are part of the store's settings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from eagle3.config import ExtractConfig
-from eagle3.data.store_format import MANIFEST_FILE, load_manifest
+from eagle3.data.store_format import MANIFEST_FILE, Manifest, load_manifest, shard_name
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.resolve import pick_device
-from eagle3.target.shares import Chunk, Process, cut_chunks, even_chunk_tokens, local_device, share_of, this_process
+from eagle3.target.shares import Chunk, Process, Shard, cut_chunks, even_chunk_tokens, local_device, this_process
 from eagle3.target.streaming.memory import MemoryPlan, plan_memory
 from eagle3.target.streaming.skeleton import Skeleton
 
@@ -57,9 +57,14 @@ class StreamPlan:
         return [len(sample.input_ids) for sample in self.plan.samples]
 
     @property
+    def shares(self) -> list[list[Chunk]]:
+        """The chunks of each process: every `count`-th."""
+        return [self.chunks[index :: self.process.count] for index in range(self.process.count)]
+
+    @property
     def share(self) -> list[Chunk]:
         """This process's chunks."""
-        return share_of(self.chunks, self.process)
+        return self.shares[self.process.index]
 
     def advice(self) -> list[str]:
         """What to change where the chunks do not divide evenly among the processes."""
@@ -77,9 +82,15 @@ class StreamPlan:
         return sum(len(self.plan.samples[index].input_ids) for index in chunk.samples)
 
 
+def begun_manifest(plan: ExtractPlan) -> Manifest | None:
+    """The store's manifest, if it is begun."""
+    return load_manifest(plan.folder) if (plan.folder / MANIFEST_FILE).exists() else None
+
+
 def begun_settings(plan: ExtractPlan) -> Mapping[str, Any] | None:
-    """The settings of the store, if it is begun."""
-    return load_manifest(plan.folder).settings if (plan.folder / MANIFEST_FILE).exists() else None
+    """The store's settings, if it is begun."""
+    manifest = begun_manifest(plan)
+    return None if manifest is None else manifest.settings
 
 
 def settle_sizes(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> ExtractPlan:
@@ -116,3 +127,10 @@ def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> Stre
 def scratch_folder(cfg: ExtractConfig) -> Path:
     """Where the residual stream's file would lie."""
     return Path(cfg.stream.scratch or cfg.output)
+
+
+def missing_shards(chunks: Sequence[Chunk], manifest: Manifest | None) -> list[tuple[Chunk, list[Shard]]]:
+    """Those of the chunks of which the manifest lacks shards, and those shards."""
+    listed = set() if manifest is None else {shard.file for shard in manifest.shards}
+    work = [(chunk, [shard for shard in chunk.shards if shard_name(shard.number) not in listed]) for chunk in chunks]
+    return [(chunk, shards) for chunk, shards in work if shards]

@@ -1,0 +1,145 @@
+"""`eagle3 extract --dry-run`: what an extraction will read, write and take, from configs, data and headers alone.
+
+Hours are an estimate: rates measured on one card, scaled by what a token computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.config import ExtractConfig
+from eagle3.errors import Problem, ProblemsError
+from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, size_text
+from eagle3.target.stream_plan import (
+    StreamPlan,
+    begun_manifest,
+    begun_settings,
+    make_stream_plan,
+    missing_shards,
+    settle_sizes,
+)
+from eagle3.target.streaming.checkpoint import raw_bytes
+
+# Kimi-K2.5 on one H200, documents of 2k tokens; see docs/benchmarks.md, "Extraction".
+_RATES = {"streamed": 7_000.0, "transformers": 5_088.0}
+_RATED_PARAMETERS = 30.5e9
+"""Parameters of Kimi-K2.5's decoder layers that a token goes through."""
+_SHARES_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What would be done, and what bars it."""
+
+    lines: Sequence[str]
+    problems: Sequence[Problem]
+
+    def render(self) -> str:
+        return "\n".join([*self.lines, *map(str, self.problems), "dry run: nothing was written"])
+
+
+def dry_run(cfg: ExtractConfig) -> DryRun:
+    """Plans an extraction; loads no weights, downloads none and writes nothing.
+
+    Raises:
+        ProblemsError: the target or the data cannot be used, so that nothing can be said.
+    """
+    plan = make_plan(cfg, download=False)
+    if plan.engine == "streamed":
+        plan = settle_sizes(plan, begun_settings(plan))
+    disk, problems = disk_estimate(plan)
+    lines = [f"engine: {plan.engine}", str(plan.prepared), disk]
+    try:
+        if check_resume(plan):
+            return DryRun([*lines, "the store is complete"], problems)
+    except ProblemsError as error:
+        problems += error.problems
+    try:
+        lines += _streamed(make_stream_plan(plan, begun_settings(plan))) if plan.engine == "streamed" else _whole(plan)
+    except ProblemsError as error:
+        problems += error.problems
+    return DryRun(lines, problems)
+
+
+def active_parameters(layers: Sequence[torch.nn.Module], chosen: int) -> int:
+    """Parameters of decoder layers that one token goes through; of E experts, `chosen`."""
+    return sum(
+        parameter.numel() * chosen // parameter.shape[0] if ".experts." in f".{name}" else parameter.numel()
+        for layer in layers
+        for name, parameter in layer.named_parameters()
+    )
+
+
+def _streamed(stream: StreamPlan) -> Iterator[str]:
+    yield from stream.memory.lines()
+    manifest = begun_manifest(stream.plan)
+    left = [[chunk for chunk, _ in missing_shards(chunks, manifest)] for chunks in stream.shares]
+    passes, count = sum(map(len, left)), stream.process.count
+    skeleton = stream.skeleton
+    pass_bytes = sum(raw_bytes(skeleton.recipes(layer)) for layer in skeleton.layers)
+    most = max(map(len, left))
+    yield (
+        f"{len(stream.chunks):,} chunks, {passes:,} of them to be done, each a pass over {size_text(pass_bytes)} of "
+        f"weights: {size_text(passes * pass_bytes)} read in all, at most {size_text(most * pass_bytes)} by a process"
+    )
+    rate, source = _rate(stream.plan, skeleton.layers)
+    tokens = [sum(map(stream.tokens, chunks)) for chunks in left]
+    yield f"rate: {source}"
+    if rate is not None:
+        needed = pass_bytes * rate / max(stream.memory.sizes.chunk_tokens, 1) / 1e9
+        yield (
+            f"time, estimated: {_duration(sum(tokens) / rate)} for one process, {_duration(max(tokens) / rate)} for "
+            f"{count:,}, where each is given {needed:,.2f} GB/s of weights (a node's processes share its page cache)"
+        )
+    yield from _shares(tokens, list(map(len, left)), rate)
+    yield from stream.advice()
+
+
+def _whole(plan: ExtractPlan) -> Iterator[str]:
+    model = plan.files.spec.empty(plan.files.folder, getattr(torch, plan.cfg.target.dtype))
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if plan.engine == "transformers":
+        read = sum(path.stat().st_size for path in plan.files.folder.glob("*.safetensors"))
+        yield f"one process reads the weights once: {size_text(read)}; {size_text(weights)} in memory, beside a batch"
+    rate, source = _rate(plan, plan.files.spec.decoder_layers(model))
+    yield f"rate: {source}"
+    if rate is not None:
+        yield f"time, estimated: {_duration(plan.prepared.tokens / rate)} for all samples"
+
+
+def _rate(plan: ExtractPlan, layers: Sequence[torch.nn.Module]) -> tuple[float | None, str]:
+    """Tokens per second of one process, and where that is from."""
+    if given := plan.cfg.stream.tokens_per_second:
+        return given, f"{given:,.0f} tokens/s a process, as stream.tokens_per_second says"
+    if plan.engine not in _RATES:
+        return None, "how fast the server is, is not known here; stream.tokens_per_second would say"
+    active = active_parameters(layers, plan.files.text_config.get("num_experts_per_tok") or 1)
+    rate = _RATES[plan.engine] * _RATED_PARAMETERS / active
+    return rate, (
+        f"{rate:,.0f} tokens/s a process: {_RATES[plan.engine]:,.0f} of Kimi-K2.5 on one H200 (docs/benchmarks.md), "
+        f"scaled to the {active / 1e6:,.1f}M parameters that a token goes through here; for another card, set "
+        f"stream.tokens_per_second"
+    )
+
+
+def _shares(tokens: Sequence[int], chunks: Sequence[int], rate: float | None) -> Iterator[str]:
+    """The share of each process, and how uneven they are."""
+    if len(tokens) == 1 or not sum(tokens):
+        return
+    for index, (count, share) in enumerate(zip(chunks, tokens, strict=True)):
+        if index < _SHARES_SHOWN:
+            took = "" if rate is None else f", {_duration(share / rate)}"
+            yield f"  process {index}: {count:,} chunks, {share:,} tokens{took}"
+    if len(tokens) > _SHARES_SHOWN:
+        yield f"  and {len(tokens) - _SHARES_SHOWN:,} more"
+    mean = sum(tokens) / len(tokens)
+    yield f"the largest share is {max(tokens) / mean:.2f} times the mean"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
