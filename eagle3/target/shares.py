@@ -67,8 +67,8 @@ def cut_chunks(
 
 
 def even_chunk_tokens(lengths: Sequence[int], chunk_tokens: int, count: int) -> int:
-    """The smallest chunk size, at most the one given, that gives the processes equally many chunks of nearly equal
-    size without a further pass over the weights for any of them.
+    """A chunk size, at most the one given, that gives the processes equally many chunks of nearly equal size, without
+    a further pass over the weights for any of them.
     """
     chunks = len(shards_by_size(lengths, chunk_tokens, len(lengths)))
     wanted = -(-chunks // count) * count
