@@ -70,7 +70,7 @@ def check_server(client: SglangClient, files: TargetFiles, wiring: LayerWiring, 
     start = ""
     try:
         ids = _ids(wiring, version, family)
-        start = f"start it so: {start_command(str(model['model_path']), ids)}"
+        start = f"start it so, with eagle3 on its PYTHONPATH: {start_command(str(model['model_path']), ids)}"
         if not drafter:
             problems += _capture_problems(client.url, info, version, wiring, family, ids, start)
     except ProblemsError as error:
@@ -100,7 +100,7 @@ def start_command(model_path: str, ids: Sequence[int]) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(model_path)} --enable-return-aux-hidden-states "
         f"--speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids {' '.join(map(str, ids))} "
-        f"--chunked-prefill-size -1 --forward-hooks {shlex.quote(hook)} (with eagle3 on its PYTHONPATH)"
+        f"--chunked-prefill-size -1 --forward-hooks {shlex.quote(hook)}"
     )
 
 
