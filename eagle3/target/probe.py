@@ -9,22 +9,26 @@ Legend: T tokens, C channels, H target hidden, N decoder layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from eagle3.config import TargetConfig
+from eagle3.config import StreamSection, TargetConfig
 from eagle3.config.schema import Dtype
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.errors import raise_problems
 from eagle3.target.engine_choice import choose_engine
-from eagle3.target.engines.streamed import load_streamed
+from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.resolve import TargetFiles, find_target, weights_digest
+from eagle3.target.resolve import TargetFiles, find_target, pick_device, weights_digest
 from eagle3.target.selfcheck import pick_samples
+from eagle3.target.streaming.memory import plan_memory
+from eagle3.target.streaming.skeleton import Skeleton
+from eagle3.target.streaming.walk import LAST
 from eagle3.wiring.checkpoint_target import compare_target
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, allowed_error, coarser, diagnose
@@ -164,14 +168,32 @@ def _states(
     files: TargetFiles, config: TargetConfig, engine: ProbeEngine, depth: int, last: bool, batch: Sequence[list[int]]
 ) -> list[States]:
     """Every boundary up to `depth`, and the post-norm last hidden states if asked for, of each sample."""
-    model = load_streamed(files, config, depth) if engine == "streamed" else load_model(files, config)
     wiring = LayerWiring(tuple(range(EMBEDDING, depth)), files.facts.num_hidden_layers)
+    if engine == "streamed":
+        return _streamed_states(files, config, wiring, last, batch)
     result: list[States] = []
-    for capture in TransformersEngine(model, files.spec, wiring, "post_norm").capture(batch):
+    for capture in TransformersEngine(load_model(files, config), files.spec, wiring, "post_norm").capture(batch):
         parts = capture.aux_hidden_states.chunk(wiring.num_aux, dim=-1)
         states: dict[Boundary, torch.Tensor] = dict(zip(wiring.boundaries, parts, strict=True))
         result.append({**states, POST_NORM: capture.last_hidden_states} if last else states)
     return result
+
+
+def _streamed_states(
+    files: TargetFiles, config: TargetConfig, wiring: LayerWiring, last: bool, batch: Sequence[list[int]]
+) -> list[States]:
+    """The same, reading the layers one at a time."""
+    skeleton = Skeleton(files, getattr(torch, config.dtype), max(wiring.boundaries))
+    section = StreamSection(chunk_tokens=sum(map(len, batch)))
+    memory = plan_memory(skeleton, section, max(map(len, batch)), pick_device(config.device), Path())
+    kind: Literal["post_norm"] | None = "post_norm" if last else None
+    engine = StreamedEngine(files, config, wiring, kind, memory.sizes, section.read_threads, skeleton=skeleton)
+    with closing(engine) as streamed:
+        found = streamed.states(batch)
+    return [
+        {POST_NORM if key == LAST else key + 1: rows for key, rows in states.items()}  # output index -> boundary
+        for states in found
+    ]
 
 
 def _measured(stored: _Stored, states: States, contract: WiringContract, allowed: float) -> list[Measured]:

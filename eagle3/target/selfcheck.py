@@ -18,7 +18,9 @@ import torch
 
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import Problem, raise_problems
+from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.engines.transformers import Reference, TransformersEngine
+from eagle3.target.streaming.comparison import compare_layers
 
 _SAMPLES = 4
 _TOKENS = 256
@@ -26,6 +28,8 @@ _TOKENS = 256
 # part in 256. A wrong head or a missing norm is off by tens of percent.
 _EXACT_ERROR = 1e-4
 _ROUNDED_ERROR = 2e-2
+_FLIPS = 0.1
+_HEAD_TOKENS = 16
 _FIX = "nothing was written; report this target's config, its capture needs its own TargetSpec"
 
 
@@ -55,6 +59,64 @@ def self_check(
         problems += _check_aux(reference, place, engine, ids[index])
         problems += _check_logits(reference, place, head, store_dtype, ids[index])
     raise_problems(problems, "the self-check failed")
+
+
+def self_check_streamed(
+    engine: StreamedEngine, ids: Sequence[str], batch: Sequence[Sequence[int]], store_dtype: torch.dtype
+) -> None:
+    """Runs a few samples (cut to their first tokens) through the first layers, up to the first one with experts, as the
+    walk does and by Transformers' own code from the same weights, and compares; then the head's recipe with the model's
+    own norm and head.
+
+    A mixture's choice of experts may flip for a token between two ways of rounding, so in a 16-bit type a tenth of the
+    tokens may differ; wrong weights, masks or positions change nearly all.
+
+    Args:
+        engine: what will capture.
+        ids, batch: names and token ids of all samples.
+        store_dtype: type that states are stored in.
+
+    Raises:
+        ProblemsError: kind `selfcheck.streamed` or `selfcheck.logits`.
+    """
+    chosen = pick_samples([len(tokens) for tokens in batch])
+    allowed = _allowed(engine.skeleton.dtype)
+    flips = 0.0 if allowed == _EXACT_ERROR else _FLIPS
+    problems, own = [], None
+    for number, outputs in compare_layers(engine.layer_walk, [batch[index][:_TOKENS] for index in chosen]):
+        for index, (fast, plain) in zip(chosen, outputs, strict=True):
+            errors = (fast.float() - plain.float()).norm(dim=-1) / plain.float().norm(dim=-1)
+            wrong = float((~(errors <= allowed)).float().mean())
+            if wrong > flips:
+                message = (
+                    f"layer {number}: {wrong:.0%} of its tokens differ from Transformers' own by over {allowed:.2%}"
+                )
+                problems.append(Problem(ids[index], "selfcheck.streamed", message, _FIX))
+        own = outputs[0][1][-_HEAD_TOKENS:]
+    assert own is not None
+    problems += _check_head(engine, own, store_dtype, ids[chosen[0]])
+    raise_problems(problems, "the self-check failed")
+
+
+def _check_head(engine: StreamedEngine, states: torch.Tensor, store_dtype: torch.dtype, name: str) -> list[Problem]:
+    """Logits by the recorded recipe against the model's own norm and head, for a few pre-norm states [n, H]."""
+    tensors, kind = engine.head_tensors(), engine.last_hidden_states
+    assert kind is not None
+    head = TargetHead(
+        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
+        norm_weight=tensors["norm.weight"],
+        eps=engine.skeleton.files.text_config["rms_norm_eps"],
+        kind=kind,
+    )
+    last = engine.layer_walk.normed(states) if kind == "post_norm" else states
+    rebuilt = head.logits(last.cpu().to(store_dtype))
+    norm = engine.skeleton.norm
+    own = type(norm).forward(norm, states).cpu().float() @ head.lm_head.float().T
+    error, allowed = relative_error(rebuilt, own), _allowed(store_dtype, engine.skeleton.dtype)
+    if error <= allowed:
+        return []
+    found = f"logits from the stored {kind} states differ from the model's by {error:.2%}"
+    return [Problem(name, "selfcheck.logits", f"{found}, allowed are {allowed:.2%}", _FIX)]
 
 
 def pick_samples(lengths: Sequence[int], most: int = _SAMPLES) -> list[int]:

@@ -1,135 +1,116 @@
-"""A target that does not fit in memory: one decoder layer at a time is read from the checkpoint, run and dropped.
+"""A target that does not fit in memory: one decoder layer at a time is read from the checkpoint, run for a large chunk
+of tokens, and dropped.
 
-The model is Transformers' own, built without weights; hooks fill a layer before it runs and empty it afterwards, so
-masks, positions and arithmetic are those of the whole model. All samples go through in one pass, since every pass reads
-the checkpoint once.
+The layers are Transformers' own; their weights come from the checkpoint's safetensors by name, unpacked on the device.
+Documents are packed without padding and never see each other. See docs/extraction.md.
 
-Only checkpoints in float32, bfloat16 or float16; quantized ones are refused.
+Legend: T tokens, A aux layers, H target hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from safetensors import safe_open
-from torch import nn
-from transformers import PreTrainedModel
 
 from eagle3.config import TargetConfig
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.target.capture import Capture
 from eagle3.target.resolve import TargetFiles, pick_device
-from eagle3.wiring.safetensors_header import TensorInfo, read_header
+from eagle3.target.streaming.skeleton import Skeleton
+from eagle3.target.streaming.walk import LAST, LayerWalk, StateKey, StateSink, StreamSizes, WalkTimes
+from eagle3.wiring.layers import LayerWiring
 
-_PLAIN = {"F32", "BF16", "F16"}
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+__all__ = ["StateSink", "StreamSizes", "StreamedEngine"]
 
 
-def load_streamed(files: TargetFiles, target: TargetConfig, depth: int) -> PreTrainedModel:
-    """The text model's embedding, first `depth` decoder layers and final norm; its layers are filled as they run.
+class StreamedEngine:
+    """Captures `wiring`'s layers and the states that the head reads, one layer in memory at a time.
 
-    What follows the last of these layers is not the target's: its `last_hidden_state` means something only if
-    `depth` is all of them.
+    Args:
+        files: the target.
+        target: type and device that it computes in.
+        wiring: layers to capture.
+        last_hidden_states: what the head reads, after or before the final norm; None if it is not wanted, and layers
+            above the captured ones then are neither read nor run.
+        sizes: see `StreamSizes`.
+        read_threads: threads that read weights.
+        scratch: folder for the residual stream, if `sizes` puts it into a file; default: the working directory.
+        skeleton: of the target, of the depth that is needed, if there is one already.
 
     Raises:
-        ProblemsError: the checkpoint is quantized, or weights are missing or of another shape (all are listed).
+        ProblemsError: whatever bars the checkpoint from being read (missing, unexpected or mis-shaped tensors, an
+            unknown quantization, a damaged file), all of it; or there is no such device.
     """
-    _refuse_quantized(files)
-    weights = _Weights(files)
-    device = pick_device(target.device)
-    model = files.spec.empty(files.folder, getattr(torch, target.dtype)).eval().requires_grad_(False)
-    base = model.base_model
-    layers = files.spec.decoder_layers(model)
-    assert isinstance(layers, nn.ModuleList)
-    del layers[depth:]
-    names = {module: name for name, module in model.named_modules()}
-    norm = files.spec.final_norm(model)
-    parts = [model.get_input_embeddings(), norm, *layers]
-    raise_problems(problem for module in parts for problem in weights.problems(module, names[module]))
-    base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
-    for module in (model.get_input_embeddings(), norm):
-        weights.fill(module, names[module], device)
-    for layer in layers:
-        layer.register_forward_pre_hook(partial(_fill, weights, names[layer], device))
-        layer.register_forward_hook(_empty)
-    return model
+
+    def __init__(
+        self,
+        files: TargetFiles,
+        target: TargetConfig,
+        wiring: LayerWiring,
+        last_hidden_states: Literal["post_norm", "pre_norm"] | None,
+        sizes: StreamSizes,
+        read_threads: int = 8,
+        scratch: Path | None = None,
+        skeleton: Skeleton | None = None,
+    ) -> None:
+        self.wiring = wiring
+        self.spec = files.spec
+        self.last_hidden_states = last_hidden_states
+        self.device = pick_device(target.device)
+        layers = files.facts.num_hidden_layers
+        depth = layers if last_hidden_states else max(wiring.boundaries)
+        self.skeleton = skeleton or Skeleton(files, getattr(torch, target.dtype), depth)
+        post_norm = last_hidden_states == "post_norm"
+        self.layer_walk = LayerWalk(
+            self.skeleton, self.device, sizes, post_norm, read_threads, Path() if scratch is None else scratch
+        )
+
+    def walk(self, batch: Sequence[Sequence[int]], sink: StateSink, advance: Callable[[float], None]) -> WalkTimes:
+        """One pass over the weights for these samples; see `LayerWalk.run`."""
+        return self.layer_walk.run(batch, sink, advance)
+
+    def capture(self, batch: Sequence[Sequence[int]]) -> list[Capture]:
+        """See `CaptureEngine`. One pass over the weights, whatever the batch; needs the last hidden states."""
+        assert self.last_hidden_states is not None
+        return [
+            Capture(torch.cat([states[index] for index in self.wiring.output_indices], -1), states[LAST])
+            for states in self.states(batch)
+        ]
+
+    def states(self, batch: Sequence[Sequence[int]]) -> list[dict[StateKey, torch.Tensor]]:
+        """States [T, H] of every captured layer, and "last" if it is wanted, of each sample, on the CPU."""
+        keys: list[StateKey] = [*self.wiring.output_indices, *([LAST] if self.last_hidden_states else [])]
+        sink = _Memory(frozenset(keys))
+        self.walk(batch, sink, lambda _: None)
+        lengths = [len(tokens) for tokens in batch]
+        by_key = {key: sink.states(key).split(lengths) for key in keys}
+        return [{key: rows[place] for key, rows in by_key.items()} for place in range(len(batch))]
+
+    def head_tensors(self) -> dict[str, torch.Tensor]:
+        """`embed_tokens.weight` [V, H], `norm.weight` [H] and, unless tied, `lm_head.weight` [V, H], on the CPU."""
+        return self._head_tensors
+
+    @cached_property
+    def _head_tensors(self) -> dict[str, torch.Tensor]:
+        return self.layer_walk.head_tensors()
+
+    def close(self) -> None:
+        """Stops the threads that read."""
+        self.layer_walk.close()
 
 
-def _fill(weights: _Weights, name: str, device: torch.device, layer: nn.Module, args: Any) -> None:
-    weights.fill(layer, name, device)
+class _Memory:
+    """Keeps what it is given, on the CPU."""
 
+    def __init__(self, keys: frozenset[StateKey]) -> None:
+        self.keys = keys
+        self._parts: dict[StateKey, list[torch.Tensor]] = {key: [] for key in keys}
 
-def _empty(layer: nn.Module, args: Any, output: Any) -> None:
-    layer.to("meta")
+    def put(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
+        self._parts[key].append(states.to("cpu", copy=True))
 
-
-class _Weights:
-    """The tensors of a checkpoint, by name, wherever they lie."""
-
-    def __init__(self, files: TargetFiles) -> None:
-        self.folder = files.folder
-        self.prefix = files.spec.weight_prefix
-        self.places: dict[str, tuple[Path, TensorInfo]] = {}
-        for path in sorted(files.folder.glob("*.safetensors")):
-            self.places.update((name, (path, info)) for name, info in read_header(path).tensors.items())
-        self._open = cache(lambda path: safe_open(path, "pt"))
-
-    def problems(self, module: nn.Module, name: str) -> Iterator[Problem]:
-        """Everything that bars this module (called `name` in the model) from being filled."""
-        fix = "download the checkpoint again, or correct its config.json"
-        for key, like in module.state_dict().items():
-            for source, shape in self._sources(f"{name}.{key}", like).items():
-                where, found = str(self.folder), self.places.get(source)
-                if found is None:
-                    yield Problem(where, "target.missing_weights", f"there is no {source}", fix)
-                elif found[1].dtype not in _PLAIN:
-                    yield Problem(where, "target.quantized", f"{source} is {found[1].dtype}", _QUANTIZED_FIX)
-                elif tuple(found[1].shape) != shape:
-                    message = f"{source} is {list(found[1].shape)}, not {list(shape)}"
-                    yield Problem(where, "target.mismatched_weights", message, fix)
-
-    def fill(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Reads the module's weights in the types that the model keeps them in."""
-        state = {}
-        for key, like in module.state_dict().items():
-            sources = list(self._sources(f"{name}.{key}", like))
-            if len(sources) == 1:
-                value = self._read(sources[0]).to(device, like.dtype)
-            else:
-                value = torch.empty(like.shape, dtype=like.dtype, device=device)
-                pieces = value.flatten(0, 1).chunk(len(sources))
-                for piece, source in zip(pieces, sources, strict=True):
-                    piece.copy_(self._read(source))
-            state[key] = value
-        module.load_state_dict(state, assign=True)
-
-    def _sources(self, name: str, like: torch.Tensor) -> Mapping[str, tuple[int, ...]]:
-        """The checkpoint's tensors, with their shapes, that one of the model's is made of, in order.
-
-        Transformers fuses a layer's experts: [E, 2 * I, H] of gate and up, and [E, H, I] of down.
-        """
-        whole = self.prefix + name
-        stem, _, kind = whole.rpartition(".experts.")
-        if not stem or kind not in _FUSED or whole in self.places:
-            return {whole: tuple(like.shape)}
-        parts = _FUSED[kind]
-        shape = (like.shape[1] // len(parts), like.shape[2])
-        return {f"{stem}.experts.{expert}.{part}.weight": shape for expert in range(like.shape[0]) for part in parts}
-
-    def _read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open(self.places[name][0]).get_tensor(name)
-        return tensor
-
-
-_QUANTIZED_FIX = "use an unquantized copy of the checkpoint, or a machine that holds the whole target"
-
-
-def _refuse_quantized(files: TargetFiles) -> None:
-    for config in (files.config, files.text_config):
-        if quantization := config.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            message = f"the checkpoint is quantized ({method}); it cannot be read layer by layer in this version"
-            raise problem_error(str(files.folder), "target.quantized", message, _QUANTIZED_FIX)
+    def states(self, key: StateKey) -> torch.Tensor:
+        return torch.cat(self._parts[key])

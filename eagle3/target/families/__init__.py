@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from eagle3.errors import problem_error
 from eagle3.target.families.deepseek import DEEPSEEK
+from eagle3.target.families.gpt_oss import GPT_OSS
 from eagle3.target.families.kimi import KIMI_K2, KIMI_K25
 from eagle3.target.families.llama import LLAMA
 from eagle3.target.families.qwen import QWEN
 from eagle3.target.spec import TargetSpec
 
-_SPECS = (LLAMA, QWEN, DEEPSEEK, KIMI_K2, KIMI_K25)
+_SPECS = (LLAMA, QWEN, DEEPSEEK, KIMI_K2, KIMI_K25, GPT_OSS)
 SPECS: dict[str, TargetSpec] = {model_type: spec for spec in _SPECS for model_type in spec.model_types}
 
 

@@ -36,6 +36,10 @@ def run(store: Path, target: Path, **values: Any) -> ProbeReport:
     return probe_dataset(store, str(target), device="cpu", **values)
 
 
+def names(report: ProbeReport) -> list[tuple[str, str, str]]:
+    return [(item.measured.sample, item.measured.slot, item.cause) for item in report.verdicts]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_both_engines_find_an_extracted_store_right(
@@ -48,8 +52,8 @@ def test_both_engines_find_an_extracted_store_right(
 
     assert reports[0].problems == []
     assert len(reports[0].verdicts) == 5 * 4, "four samples and the fingerprint, three aux slots and the last states"
-    assert reports[0].verdicts == reports[1].verdicts
-    assert reports[0].render() == reports[1].render()
+    assert reports[1].problems == []
+    assert names(reports[0]) == names(reports[1])
     assert [report.facts["engine"] for report in reports if report.facts] == ["transformers", "streamed"]
     assert {report.facts["dtype"] for report in reports if report.facts} == {dtype}, "as the extraction recorded"
 
@@ -85,8 +89,8 @@ def test_the_last_states_can_be_left_out_and_with_them_the_last_layers(
     target = tiny_target("llama")
     store = extract(tmp_path, target, [1, 3])
     depths: list[int] = []
-    load = probe.load_streamed
-    monkeypatch.setattr(probe, "load_streamed", lambda *args: depths.append(args[2]) or load(*args))
+    skeleton = probe.Skeleton
+    monkeypatch.setattr(probe, "Skeleton", lambda *args: depths.append(args[2]) or skeleton(*args))
 
     report = run(store, target, engine="streamed", last=False)
     assert report.problems == [] and depths == [5], "boundaries 2 and 4, and one more to compare with"
@@ -94,7 +98,7 @@ def test_the_last_states_can_be_left_out_and_with_them_the_last_layers(
     assert "not checked" in report.notes[-1]
 
     assert run(store, target, engine="streamed").problems == [] and depths == [5, 8]
-    assert run(store, target, engine="transformers", last=False).verdicts == report.verdicts
+    assert names(run(store, target, engine="transformers", last=False)) == names(report)
 
 
 @pytest.mark.parametrize("last", ["pre_norm", "post_norm"])

@@ -1,9 +1,10 @@
-"""A streamed target is the target: the same states bit for bit, one layer in memory at a time."""
+"""A streamed target is the target: every boundary equals Transformers' own, whatever the sizes, types and layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,143 +12,233 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json_object, write_json_atomic
-from eagle3.target.engines.streamed import load_streamed
-from eagle3.target.engines.transformers import TransformersEngine
+from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
 from eagle3.target.families.kimi import KIMI_K2
-from eagle3.target.resolve import find_target
-from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
-from eagle3.wiring.layers import LayerWiring
-from tests.unit.target.cases import SHARED_PREFIX_BATCH, make_engine, target_config
+from eagle3.target.selfcheck import self_check_streamed
+from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
+from tests.unit.target.cases import SHARED_PREFIX_BATCH, relative
+from tests.unit.target.streaming.checkpoints import (
+    edit,
+    files_of,
+    make_tiny_gpt_oss,
+    make_tiny_qwen3_moe,
+    plain_copy,
+    reference,
+    streamed,
+    to_fp8,
+    to_int4,
+)
 
-NAMES = ("llama", "qwen3", "deepseek_v3", "kimi")
+EXACT = 1e-5
+DOCUMENTS = [*SHARED_PREFIX_BATCH, list(range(40)), [5], [9, 9, 9, 9, 9, 9, 9]]
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "llama": make_tiny_llama,
+    "qwen3 (tied)": make_tiny_qwen3,
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+    "kimi_k25": make_tiny_kimi,
+    "gpt_oss": make_tiny_gpt_oss,
+}
+QUANTIZED: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
+    "kimi_k25 int4": (make_tiny_kimi, to_int4),
+    "deepseek_v3 fp8": (make_tiny_deepseek_v3, to_fp8),
+}
 
 
-def streamed_engine(folder: Path, depth: int | None = None, dtype: str = "float32") -> TransformersEngine:
-    cfg = target_config(folder, dtype=dtype)
-    files = find_target(cfg)
-    layers = files.facts.num_hidden_layers
-    depth = layers if depth is None else depth
-    wiring = LayerWiring(tuple(range(-1, depth)), layers)
-    return TransformersEngine(load_streamed(files, cfg, depth), files.spec, wiring, "post_norm")
+def three_layers(folder: Path) -> Path:
+    return make_tiny_kimi(folder, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_state_equals_the_whole_models(tiny_target: Callable[[str], Path], name: str, dtype: str) -> None:
-    streamed = streamed_engine(tiny_target(name), dtype=dtype)
-    whole = make_engine(tiny_target(name), streamed.wiring.output_indices, dtype=dtype)
-
-    for one, other in zip(streamed.capture(SHARED_PREFIX_BATCH), whole.capture(SHARED_PREFIX_BATCH), strict=True):
-        assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
-        assert torch.equal(one.last_hidden_states, other.last_hidden_states)
+def worst(engine: StreamedEngine, expected: list[dict[int | str, torch.Tensor]]) -> float:
+    found = engine.states(DOCUMENTS)
+    assert [states.keys() for states in found] == [states.keys() for states in expected]
+    return max(relative(mine[key], theirs[key]) for mine, theirs in zip(found, expected, strict=True) for key in theirs)
 
 
-def test_a_layer_has_weights_only_while_it_runs(tiny_target: Callable[[str], Path]) -> None:
-    engine = streamed_engine(tiny_target("kimi"))
-    layers = engine.spec.decoder_layers(engine.model)
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_boundary_equals_transformers_own(tmp_path: Path, name: str) -> None:
+    folder = MAKERS[name](tmp_path / "target")
+    engine = streamed(folder, range(-1, files_of(folder).facts.num_hidden_layers))
+
+    assert worst(engine, reference(folder, DOCUMENTS)) < EXACT
+
+
+@pytest.mark.parametrize("group", [None, 3])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_target_is_what_its_numbers_stand_for(tmp_path: Path, name: str, group: int | None) -> None:
+    make, quantize = QUANTIZED[name]
+    folder = make(tmp_path / "quantized")
+    plain = quantize(folder)
+    assert len(plain) > 8
+    expected = reference(plain_copy(make, tmp_path / "plain", plain), DOCUMENTS)
+    engine = streamed(folder, range(-1, len(expected[0]) - 2), StreamSizes(4096, 16, expert_group=group))
+
+    assert worst(engine, expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        StreamSizes(4096, 1),
+        StreamSizes(4096, 4096),
+        StreamSizes(4096, 16, "host"),
+        StreamSizes(4096, 16, "file"),
+        StreamSizes(4096, 16, expert_group=1),
+        StreamSizes(4096, 16, expert_group=8),
+    ],
+)
+def test_sizes_change_nothing(tmp_path: Path, sizes: StreamSizes) -> None:
+    folder = three_layers(tmp_path / "kimi")
+
+    assert worst(streamed(folder, range(-1, 3), sizes), reference(folder, DOCUMENTS)) < EXACT
+
+
+def test_the_same_chunk_gives_the_same_bits(tmp_path: Path) -> None:
+    folder = three_layers(tmp_path / "kimi")
+    first, second = (streamed(folder, range(-1, 3)).states(DOCUMENTS) for _ in range(2))
+
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(first, second, strict=True) for key in one)
+
+
+def test_bfloat16_differs_by_rounding_alone(tiny_target: Callable[[str], Path]) -> None:
+    folder = tiny_target("llama")
+    wide = streamed(folder, [1, 4]).states(DOCUMENTS)
+    narrow = streamed(folder, [1, 4], dtype="bfloat16").states(DOCUMENTS)
+
+    for mine, theirs in zip(narrow, wide, strict=True):
+        assert mine[1].dtype == torch.bfloat16
+        assert max(relative(mine[key].float(), theirs[key]) for key in theirs) < 0.05
+
+
+def test_last_hidden_states_are_normed_only_if_asked_for(tiny_target: Callable[[str], Path]) -> None:
+    folder = tiny_target("llama")
+    expected = reference(folder, DOCUMENTS)
+    pre_norm = streamed(folder, [7], last="pre_norm").states(DOCUMENTS)
+
+    for mine, theirs in zip(pre_norm, expected, strict=True):
+        assert torch.equal(mine["last"], mine[7])
+        assert relative(mine["last"], theirs[7]) < EXACT
+        assert relative(mine["last"], theirs["last"]) > 0.1
+
+
+def test_a_layer_has_weights_only_while_it_runs(tmp_path: Path) -> None:
+    engine = streamed(three_layers(tmp_path / "kimi"), [0])
     filled: list[list[int]] = []
-    for layer in layers:
-        layer.mlp.register_forward_hook(
-            lambda *_: filled.append([at for at, item in enumerate(layers) if not weights_are_meta(item)])
+    for layer in engine.skeleton.layers:
+        layer.register_forward_hook(
+            lambda *_: filled.append([at for at, item in enumerate(engine.skeleton.layers) if not is_meta(item)])
         )
 
-    engine.capture(SHARED_PREFIX_BATCH)
+    engine.states(DOCUMENTS[:2])
 
-    assert filled == [[at] for at in range(61)]
-    assert all(weights_are_meta(layer) for layer in layers)
+    assert filled == [[0], [1], [2]]
+    assert all(is_meta(layer) for layer in engine.skeleton.layers)
 
 
-def weights_are_meta(module: torch.nn.Module) -> bool:
+def is_meta(module: torch.nn.Module) -> bool:
     return all(tensor.is_meta for tensor in module.state_dict().values())
 
 
 def test_only_the_layers_that_are_needed_are_read(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "llama")
-    whole = make_engine(folder, range(-1, 3)).capture(SHARED_PREFIX_BATCH)
-    edit_weights(folder, lambda name: not name.startswith(("model.layers.3.", "model.layers.7.", "lm_head")))
+    whole = reference(folder, DOCUMENTS)
+    edit(folder, lambda tensors: drop(tensors, "model.layers.3.", "model.layers.7."))
 
-    streamed = streamed_engine(folder, depth=3).capture(SHARED_PREFIX_BATCH)
-
-    for one, other in zip(streamed, whole, strict=True):
-        assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
-
-
-def edit_weights(folder: Path, keep: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    path = folder / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if keep(name)}
-    save_file(tensors, path, metadata={"format": "pt"})
-    return tensors
+    for mine, theirs in zip(streamed(folder, [0, 2], last=None).states(DOCUMENTS), whole, strict=True):
+        assert mine.keys() == {0, 2}
+        assert relative(mine[2], theirs[2]) < EXACT
 
 
-def test_weights_may_lie_in_any_number_of_files(tmp_path: Path) -> None:
-    folder = make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
-    whole = make_engine(folder, range(-1, 3)).capture(SHARED_PREFIX_BATCH)
+def drop(tensors: dict[str, torch.Tensor], *prefixes: str) -> None:
+    for name in [name for name in tensors if name.startswith(prefixes)]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_weights_may_lie_in_any_number_of_files(tmp_path: Path, index: bool) -> None:
+    folder = three_layers(tmp_path / "kimi")
+    whole = reference(folder, DOCUMENTS)
+    split(folder, index)
+
+    assert worst(streamed(folder, range(-1, 3)), whole) < EXACT
+
+
+def split(folder: Path, index: bool) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    for part in range(3):
-        mine = {name: tensor for number, (name, tensor) in enumerate(tensors.items()) if number % 3 == part}
-        save_file(mine, folder / f"model-{part}.safetensors")
-
-    streamed = streamed_engine(folder).capture(SHARED_PREFIX_BATCH)
-
-    for one, other in zip(streamed, whole, strict=True):
-        assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
+    names = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in tensors if names[name] == file}, folder / file)
+    if index:
+        write_json_atomic(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": names})
 
 
 def test_kimi_k2_has_no_prefix(tmp_path: Path) -> None:
-    folder = make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
-    whole = make_engine(folder, range(-1, 3)).capture(SHARED_PREFIX_BATCH)
-    published = read_json_object(folder / "config.json", "config")
-    write_json_atomic(folder / "config.json", published["text_config"])
-    text = {
-        name.removeprefix("language_model."): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-        if name.startswith("language_model.")
+    folder = three_layers(tmp_path / "kimi")
+    whole = reference(folder, DOCUMENTS)
+    write_json_atomic(folder / "config.json", read_json_object(folder / "config.json", "config")["text_config"])
+    edit(folder, without_prefix)
+    assert files_of(folder).spec is KIMI_K2
+
+    assert worst(streamed(folder, range(-1, 3)), whole) < EXACT
+
+
+def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    text = {name: tensors.pop(name) for name in list(tensors) if name.startswith("language_model.")}
+    tensors.clear()
+    tensors.update({name.removeprefix("language_model."): tensor for name, tensor in text.items()})
+
+
+def test_multi_token_prediction_layers_beyond_the_model_are_left_alone(tmp_path: Path) -> None:
+    folder = make_tiny_deepseek_v3(tmp_path / "target", num_hidden_layers=3)
+    extra = {
+        "model.layers.3.eh_proj.weight": torch.ones(2, 2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
-    save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
-    assert find_target(target_config(folder)).spec is KIMI_K2
+    edit(folder, lambda tensors: tensors.update(extra))
 
-    for one, other in zip(streamed_engine(folder).capture(SHARED_PREFIX_BATCH), whole, strict=True):
-        assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
+    assert worst(streamed(folder, range(-1, 3)), reference(make_again(tmp_path), DOCUMENTS)) < EXACT
 
 
-def problems(folder: Path) -> list[tuple[str, str]]:
+def make_again(tmp_path: Path) -> Path:
+    return make_tiny_deepseek_v3(tmp_path / "again", num_hidden_layers=3)
+
+
+def test_head_tensors_are_the_checkpoints(tmp_path: Path) -> None:
+    folder = three_layers(tmp_path / "kimi")
+    stored = load_file(folder / "model.safetensors")
+    found = streamed(folder, [0]).head_tensors()
+
+    assert torch.equal(found["embed_tokens.weight"], stored["language_model.model.embed_tokens.weight"])
+    assert torch.equal(found["norm.weight"], stored["language_model.model.norm.weight"])
+    assert torch.equal(found["lm_head.weight"], stored["language_model.lm_head.weight"])
+    assert "lm_head.weight" not in streamed(make_tiny_qwen3(tmp_path / "tied"), [0]).head_tensors()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_self_check_passes(tmp_path: Path, name: str) -> None:
+    engine = streamed(MAKERS[name](tmp_path / "target"), [0])
+
+    self_check_streamed(engine, [str(number) for number in range(len(DOCUMENTS))], DOCUMENTS, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "kimi_k25", "gpt_oss"])
+def test_the_self_check_sees_documents_that_mix(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = streamed(MAKERS[name](tmp_path / "target"), [0])
+    monkeypatch.setattr("eagle3.target.streaming.packing._lengths", lambda micro: [sum(micro.lengths)])
+
     with pytest.raises(ProblemsError) as error:
-        streamed_engine(folder)
-    return [(problem.kind, problem.message) for problem in error.value.problems]
+        self_check_streamed(engine, [str(number) for number in range(len(DOCUMENTS))], DOCUMENTS, torch.float32)
+
+    assert "selfcheck.streamed" in {problem.kind for problem in error.value.problems}
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_quantized_checkpoint_is_refused_with_the_reason(tmp_path: Path, nested: bool) -> None:
-    folder = make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
-    config = read_json_object(folder / "config.json", "config")
-    (config["text_config"] if nested else config)["quantization_config"] = {"quant_method": "compressed-tensors"}
-    write_json_atomic(folder / "config.json", config)
+def test_the_self_check_sees_a_wrong_norm(tmp_path: Path) -> None:
+    engine = streamed(make_tiny_llama(tmp_path / "target"), [0])
+    engine.skeleton.norm.variance_epsilon = 10.0  # not what the config says
+    engine.last_hidden_states = "pre_norm"
 
-    [(kind, message)] = problems(folder)
+    with pytest.raises(ProblemsError) as error:
+        self_check_streamed(engine, ["a"], DOCUMENTS[:1], torch.float32)
 
-    assert kind == "target.quantized"
-    assert "compressed-tensors" in message
-
-
-def test_packed_weights_are_refused_without_a_word_in_the_config(tmp_path: Path) -> None:
-    folder = make_tiny_llama(tmp_path / "llama")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.2.mlp.up_proj.weight"
-    tensors[name] = tensors[name].to(torch.int8)
-    save_file(tensors, folder / "model.safetensors")
-
-    assert problems(folder) == [("target.quantized", f"{name} is I8")]
-
-
-def test_every_missing_and_misshaped_weight_is_listed_before_anything_runs(tmp_path: Path) -> None:
-    folder = make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
-    expert = "language_model.model.layers.2.mlp.experts.5.up_proj.weight"
-    norm = "language_model.model.norm.weight"
-    tensors = edit_weights(folder, lambda name: name != expert)
-    save_file({**tensors, norm: tensors[norm][:-1].clone()}, folder / "model.safetensors")
-
-    assert sorted(problems(folder)) == [
-        ("target.mismatched_weights", f"{norm} is [63], not [64]"),
-        ("target.missing_weights", f"there is no {expert}"),
-    ]
+    assert [problem.kind for problem in error.value.problems] == ["selfcheck.logits"]

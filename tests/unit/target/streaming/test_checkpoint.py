@@ -1,0 +1,172 @@
+"""What bars a checkpoint from being streamed: each reason by name, all at once, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle3.errors import ProblemsError
+from eagle3.files import write_json_atomic
+from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama
+from tests.unit.target.streaming.checkpoints import FP8, INT4, edit, edit_config, streamed, to_fp8, to_int4
+
+EXPERT = "language_model.model.layers.2.mlp.experts.5.up_proj"
+DOWN = "language_model.model.layers.2.mlp.experts.5.down_proj"
+NORM = "language_model.model.norm.weight"
+
+
+@pytest.fixture
+def kimi(tmp_path: Path) -> Path:
+    return make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
+
+
+def problems(folder: Path) -> list[tuple[str, str]]:
+    with pytest.raises(ProblemsError) as error:
+        streamed(folder, [0])
+    return sorted((problem.kind, problem.message) for problem in error.value.problems)
+
+
+def test_every_missing_and_misshaped_weight_is_listed(kimi: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{EXPERT}.weight"]
+        tensors[NORM] = tensors[NORM][:-1].clone()
+
+    edit(kimi, change)
+
+    assert problems(kimi) == [
+        ("target.mismatched_weights", f"{NORM} is [63], not [64]"),
+        ("target.missing_weights", f"there is no {EXPERT}.weight"),
+    ]
+
+
+def test_a_tensor_that_no_part_reads_is_refused(kimi: Path) -> None:
+    name = "language_model.model.layers.1.self_attn.q_a_proj.bias"
+    edit(kimi, lambda tensors: tensors.update({name: torch.ones(16)}))
+
+    assert problems(kimi) == [("target.unexpected_weights", f"{name} belongs to no part of this model")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq"}, "quantization method 'awq' is not known"),
+        ({"quant_method": "mxfp4"}, "quantization method 'mxfp4' is not known"),
+        ("yes", "quantization_config is 'yes', expected an object"),
+        ({**INT4, "format": "nvfp4-pack-quantized"}, "compressed-tensors format: 'nvfp4-pack-quantized'"),
+        ({**INT4, "config_groups": []}, "compressed-tensors config_groups: []"),
+        ({**INT4, "config_groups": {"g": {"weights": None}}}, "compressed-tensors config_groups.g.weights: None"),
+        ({**FP8, "weight_block_size": None}, "fp8 weight_block_size is None"),
+        ({**FP8, "weight_block_size": [128, 0]}, "fp8 weight_block_size is [128, 0]"),
+    ],
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_unknown_quantization_is_refused_by_its_name(kimi: Path, change: Any, message: str, nested: bool) -> None:
+    if nested:
+        edit_config(kimi, "quantization_config", change)
+    else:
+        config = json.loads((kimi / "config.json").read_text())
+        write_json_atomic(kimi / "config.json", {**config, "quantization_config": change})
+
+    [(kind, found)] = problems(kimi)
+
+    assert kind == "target.quantized"
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_bits", 8), ("type", "float"), ("symmetric", False), ("strategy", "channel"), ("actorder", "group")],
+)
+def test_int4_of_another_kind_is_refused(kimi: Path, key: str, value: Any) -> None:
+    weights = {**INT4["config_groups"]["group_0"]["weights"], key: value}
+    edit_config(kimi, "quantization_config", {**INT4, "config_groups": {"group_0": {"weights": weights}}})
+
+    [(kind, found)] = problems(kimi)
+
+    assert (kind, f"weights.{key}: {value!r}" in found) == ("target.quantized", True)
+
+
+def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "llama")
+    name = "model.layers.2.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+
+    assert problems(folder) == [("target.quantized", f"{name} is I8")]
+
+
+def test_int4_parts_that_do_not_fit_are_listed(kimi: Path) -> None:
+    to_int4(kimi)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{EXPERT}.weight_scale"]
+        tensors[f"{DOWN}.weight_packed"] = tensors[f"{DOWN}.weight_packed"][:, :-1].clone()
+
+    edit(kimi, change)
+
+    assert problems(kimi) == [
+        (
+            "target.mismatched_weights",
+            f"{DOWN}.weight_packed is [64, 3], not [64, 4]",
+        ),
+        ("target.missing_weights", f"there is no {EXPERT}.weight_scale"),
+    ]
+
+
+def test_fp8_scales_of_another_block_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_deepseek_v3(tmp_path / "target", num_hidden_layers=2)
+    to_fp8(folder)
+    edit_config(folder, "quantization_config", {**FP8, "weight_block_size": [128, 128]})
+
+    found = problems(folder)
+
+    assert {kind for kind, _ in found} == {"target.mismatched_weights"}
+    assert any("weight_scale_inv is" in message for _, message in found)
+
+
+def test_a_file_that_the_index_names_must_be_there(kimi: Path) -> None:
+    names = {NORM: "model.safetensors", "other": "model-00002.safetensors"}
+    write_json_atomic(kimi / "model.safetensors.index.json", {"weight_map": names})
+
+    with pytest.raises(ProblemsError) as error:
+        streamed(kimi, [0])
+
+    [problem] = error.value.problems
+    assert problem.kind == "file.missing" and problem.where.endswith("model-00002.safetensors")
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 3}])
+def test_an_index_without_files_is_refused(kimi: Path, weight_map: Any) -> None:
+    write_json_atomic(kimi / "model.safetensors.index.json", {"weight_map": weight_map})
+
+    assert [kind for kind, _ in problems(kimi)] == ["target.index"]
+
+
+def test_a_shard_cut_short_is_refused(kimi: Path) -> None:
+    path = kimi / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+    assert [kind for kind, _ in problems(kimi)] == ["safetensors.truncated"]
+
+
+def test_a_shard_that_shrinks_later_is_refused_when_it_is_read(kimi: Path) -> None:
+    engine = streamed(kimi, [0])
+    path = kimi / "model.safetensors"
+    with open(path, "r+b") as handle:
+        handle.truncate(path.stat().st_size // 2)
+
+    with pytest.raises(ProblemsError) as error:
+        engine.states([[1, 2, 3]])
+
+    assert error.value.problems[0].kind == "target.truncated"
+
+
+def test_a_tensor_in_two_files_is_refused(kimi: Path) -> None:
+    save_file({NORM: torch.ones(64)}, kimi / "model-more.safetensors")
+
+    message = f"{NORM} is in model-more.safetensors and in model.safetensors"
+    assert problems(kimi) == [("target.duplicate_weights", message)]

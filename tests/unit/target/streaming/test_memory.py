@@ -1,0 +1,85 @@
+"""The plan of a walk: what it chooses, what it needs, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3.config import StreamSection
+from eagle3.errors import ProblemsError
+from eagle3.target.streaming import memory
+from eagle3.target.streaming.memory import MemoryPlan, plan_memory
+from eagle3.target.streaming.skeleton import Skeleton
+from eagle3.target.tiny import make_tiny_kimi
+from tests.unit.target.streaming.checkpoints import files_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Skeleton:
+    folder = make_tiny_kimi(tmp_path_factory.mktemp("kimi") / "kimi", num_hidden_layers=3)
+    return Skeleton(files_of(folder), torch.float32, 3)
+
+
+def plan(skeleton: Skeleton, tmp_path: Path, longest: int = 100, **values: Any) -> MemoryPlan:
+    return plan_memory(skeleton, StreamSection(**values), longest, CPU, tmp_path)
+
+
+def test_a_plan_stays_under_its_limit(skeleton: Skeleton, tmp_path: Path) -> None:
+    found = plan(skeleton, tmp_path, device_memory_gib=0.25)
+
+    assert found.device_bytes <= found.device_limit == 2**28
+    assert found.sizes.micro_tokens >= 1024
+
+
+def test_less_memory_means_smaller_sizes(skeleton: Skeleton, tmp_path: Path) -> None:
+    found = [plan(skeleton, tmp_path, device_memory_gib=size).sizes for size in (4.0, 0.25, 0.05)]
+
+    tokens = [(sizes.chunk_tokens, sizes.micro_tokens) for sizes in found]
+    assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) == 3
+
+
+def test_what_the_config_says_is_kept(skeleton: Skeleton, tmp_path: Path) -> None:
+    found = plan(skeleton, tmp_path, chunk_tokens=5000, micro_tokens=300, residual="file", expert_group=2)
+
+    assert vars(found.sizes) == {"chunk_tokens": 5000, "micro_tokens": 300, "residual": "file", "expert_group": 2}
+    assert found.scratch_bytes == 5000 * 64 * 4
+
+
+def test_a_long_sample_counts_whole(skeleton: Skeleton, tmp_path: Path) -> None:
+    short, long = (
+        plan(skeleton, tmp_path, longest=longest, chunk_tokens=5000, micro_tokens=300) for longest in (300, 3000)
+    )
+
+    assert long.device_bytes > short.device_bytes
+
+
+def test_what_cannot_fit_is_refused_with_what_it_needs(skeleton: Skeleton, tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError) as error:
+        plan(skeleton, tmp_path, device_memory_gib=0.0005)
+
+    [problem] = error.value.problems
+    assert problem.kind == "stream.memory" and "GiB" in problem.message and "micro_tokens" in problem.fix
+
+
+def test_a_scratch_file_that_the_disk_cannot_hold_is_refused(
+    skeleton: Skeleton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+
+    with pytest.raises(ProblemsError) as error:
+        plan(skeleton, tmp_path / "not" / "there", chunk_tokens=5000, residual="file")
+
+    assert [problem.kind for problem in error.value.problems] == ["stream.disk"]
+
+
+def test_groups_of_experts_need_less(skeleton: Skeleton, tmp_path: Path) -> None:
+    whole, grouped = (
+        plan(skeleton, tmp_path, chunk_tokens=100, micro_tokens=100, **values) for values in ({}, {"expert_group": 1})
+    )
+
+    assert whole.device_bytes > grouped.device_bytes
