@@ -12,6 +12,7 @@ import torch
 
 from eagle3.config import ExtractConfig
 from eagle3.errors import Problem, ProblemsError
+from eagle3.target.engines.sglang_server import newest_start_command
 from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, size_text
 from eagle3.target.stream_plan import (
     StreamPlan,
@@ -104,6 +105,8 @@ def _whole(plan: ExtractPlan) -> Iterator[str]:
     if plan.engine == "transformers":
         read = sum(path.stat().st_size for path in plan.files.folder.glob("*.safetensors"))
         yield f"one process reads the weights once: {size_text(read)}; {size_text(weights)} in memory, beside a batch"
+    else:
+        yield f"how to start the server: {newest_start_command(plan.files, plan.contract.wiring)}"
     rate, source = _rate(plan, plan.files.spec.decoder_layers(model))
     yield f"rate: {source}"
     if rate is not None:

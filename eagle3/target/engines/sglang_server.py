@@ -104,6 +104,15 @@ def start_command(model_path: str, ids: Sequence[int]) -> str:
     )
 
 
+def newest_start_command(files: TargetFiles, wiring: LayerWiring) -> str:
+    """`start_command` for the newest known version.
+
+    Raises:
+        ProblemsError: kinds `engine.*`; it cannot capture these layers.
+    """
+    return start_command(str(files.folder), _ids(wiring, newest_known("sglang"), files.facts.family))
+
+
 def _ids(wiring: LayerWiring, version: str, family: str) -> tuple[int, ...]:
     """The ids for this version, or for the newest known where this one needs a drafter to capture anything."""
     old = Version(version) < Version(FIRST_WITHOUT_DRAFTER)

@@ -20,6 +20,7 @@ from eagle3.data.store_format import load_manifest
 from eagle3.errors import Problem, ProblemsError
 from eagle3.target.engines import sglang_client
 from eagle3.target.engines.sglang_hook import with_last_hidden_states
+from eagle3.target.estimate import dry_run
 from eagle3.target.extract import run_extract
 from eagle3.target.tiny import make_tiny_llama
 from eagle3.wiring.diagnosis import POST_NORM
@@ -199,6 +200,14 @@ def test_an_api_key_comes_from_the_environment(
     monkeypatch.setenv("MY_KEY", "open sesame")
     assert run_extract(cfg).extracted == SAMPLES
     assert "open sesame" not in (tmp_path / "store" / "manifest.json").read_text()
+
+
+def test_a_dry_run_says_how_to_start_the_server_and_asks_none(target: Path, data: Path, tmp_path: Path) -> None:
+    plan = dry_run(config(target, data, tmp_path / "store", "http://nowhere.invalid"))
+
+    assert plan.problems == []
+    [line] = [line for line in plan.lines if "sglang.launch_server" in line]
+    assert "--return-aux-hidden-state-layer-ids 1 3 5 " in line
 
 
 def test_everything_that_the_server_itself_says_is_listed_at_once(
