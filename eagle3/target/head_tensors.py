@@ -12,11 +12,29 @@ from safetensors import safe_open
 
 from eagle3.config import TargetConfig
 from eagle3.errors import Problem, raise_problems
-from eagle3.target.resolve import TargetFiles
+from eagle3.files import read_json_object
+from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.wiring.safetensors_header import TensorInfo, read_header
 
+INDEX_FILE = "model.safetensors.index.json"
 _PLAIN = {"F32", "BF16", "F16"}
 _FIX = "download the files that hold it (the checkpoint's index names them), or correct its config.json"
+
+
+def find_target_with_head(target: TargetConfig, download: bool = True) -> TargetFiles:
+    """As `find_target`, but of a target on the hub only those weight files are downloaded that hold the head.
+
+    Raises:
+        ProblemsError: as `find_target`.
+    """
+    files = find_target(target, weights=False, download=download)
+    index = files.folder / INDEX_FILE
+    if not index.exists():
+        return find_target(target, weights=["model.safetensors"], download=download)
+    places = read_json_object(index, "the index of the target's weights").get("weight_map")
+    places = places if isinstance(places, dict) else {}
+    holding = {places.get(name) for name, _ in _wanted(files, torch.float32).values()}
+    return find_target(target, weights=sorted(file for file in holding if isinstance(file, str)), download=download)
 
 
 def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, torch.Tensor]:
@@ -28,22 +46,29 @@ def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tor
         ProblemsError: kinds `target.missing_weights`, `target.mismatched_weights`, `target.quantized`, for each of
             them; a weight file is damaged.
     """
-    spec, dtype = files.spec, getattr(torch, target.dtype)
-    model = spec.empty(files.folder, dtype)
-    names = {module: name for name, module in model.named_modules()}
-    modules = {"embed_tokens.weight": model.get_input_embeddings(), "norm.weight": spec.final_norm(model)}
-    if not model.config.tie_word_embeddings:
-        modules["lm_head.weight"] = model.get_output_embeddings()
+    dtype = getattr(torch, target.dtype)
     places = {
         name: (path, info)
         for path in sorted(files.folder.glob("*.safetensors"))
         for name, info in read_header(path).tensors.items()
     }
-    wanted = {key: f"{spec.weight_prefix}{names[module]}.weight" for key, module in modules.items()}
-    shapes = {key: tuple(module.state_dict()["weight"].shape) for key, module in modules.items()}
-    problems = (_problem(files.folder, wanted[key], shapes[key], places.get(wanted[key])) for key in wanted)
+    wanted = _wanted(files, dtype)
+    problems = (_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
     raise_problems(problem for problem in problems if problem is not None)
-    return {key: _read(places[name][0], name).to(dtype) for key, name in wanted.items()}
+    return {key: _read(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
+
+
+def _wanted(files: TargetFiles, dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each tensor's name in the checkpoint and its shape."""
+    model = files.spec.empty(files.folder, dtype)
+    names = {module: name for name, module in model.named_modules()}
+    modules = {"embed_tokens.weight": model.get_input_embeddings(), "norm.weight": files.spec.final_norm(model)}
+    if not model.config.tie_word_embeddings:
+        modules["lm_head.weight"] = model.get_output_embeddings()
+    return {
+        key: (f"{files.spec.weight_prefix}{names[module]}.weight", tuple(module.state_dict()["weight"].shape))
+        for key, module in modules.items()
+    }
 
 
 def _problem(folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path, TensorInfo] | None) -> Problem | None:

@@ -25,6 +25,7 @@ from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.errors import Problem, raise_problems
 from eagle3.target.engine_choice import resolve_engine
+from eagle3.target.head_tensors import find_target_with_head
 from eagle3.target.identity import conversations_digest, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.wiring.contract import WiringContract
@@ -82,7 +83,8 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     Raises:
         ProblemsError: layers that the target does not have; data that cannot be used.
     """
-    files = find_target(cfg.target, download=download)
+    find = find_target_with_head if cfg.engine == "sglang" else find_target
+    files = find(cfg.target, download=download)
     facts = files.facts
     wiring = LayerWiring(tuple(cfg.output_indices), facts.num_hidden_layers)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)

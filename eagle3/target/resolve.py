@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,12 @@ class TargetFiles:
         return text_config(self.config)
 
 
-def find_target(target: TargetConfig, weights: bool = True, download: bool = True) -> TargetFiles:
+def find_target(target: TargetConfig, weights: bool | Sequence[str] = True, download: bool = True) -> TargetFiles:
     """Finds the checkpoint, downloading it from the hub if `path` is no folder here. Loads no weights.
 
     Args:
         target: which.
-        weights: download them too; without, config and tokenizer only.
+        weights: download them too, or the named files of them; without, config and tokenizer only.
         download: without, take what the hub's cache on this machine has.
 
     Raises:
@@ -96,7 +97,7 @@ def weights_digest(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _folder(target: TargetConfig, weights: bool, download: bool) -> Path:
+def _folder(target: TargetConfig, weights: bool | Sequence[str], download: bool) -> Path:
     local = Path(target.path).expanduser()
     if local.is_dir():
         return local
@@ -104,7 +105,8 @@ def _folder(target: TargetConfig, weights: bool, download: bool) -> Path:
         raise _not_found(target.path, "is a file, expected a checkpoint folder or a hub id")
     if local.is_absolute() or target.path.startswith(".") or target.path.count("/") > 1:
         raise _not_found(target.path, "no such folder")
-    patterns = [*_FILES, *(_WEIGHT_FILES if weights else ()), *(_CODE_FILES if target.trust_remote_code else ())]
+    wanted = weights if not isinstance(weights, bool) else _WEIGHT_FILES if weights else ()
+    patterns = [*_FILES, *wanted, *(_CODE_FILES if target.trust_remote_code else ())]
     try:
         return Path(
             snapshot_download(

@@ -23,11 +23,9 @@ from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import SglangClient
 from eagle3.target.engines.sglang_server import check_last_states_server, check_server
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.head_tensors import read_head_tensors
+from eagle3.target.head_tensors import INDEX_FILE, read_head_tensors
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.served_check import check_served
-
-_INDEX_FILE = "model.safetensors.index.json"
 
 
 def extract_served(plan: ExtractPlan) -> int:
@@ -115,7 +113,7 @@ def _local_target(plan: ExtractPlan) -> TransformersEngine | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    index = folder / _INDEX_FILE
+    index = folder / INDEX_FILE
     if not index.exists():
         return (folder / "model.safetensors").exists()
     names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.config import TargetConfig
 from eagle3.errors import ProblemsError
+from eagle3.target import resolve
 from eagle3.target.engines.transformers import load_model
-from eagle3.target.head_tensors import read_head_tensors
+from eagle3.target.head_tensors import find_target_with_head, read_head_tensors
 from eagle3.target.resolve import find_target
 from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
 from tests.unit.target.cases import target_config
@@ -68,3 +71,28 @@ def test_a_tied_head_is_not_read(tmp_path: Path) -> None:
     found = read_head_tensors(find_target(target_config(folder)), target_config(folder))
 
     assert found.keys() == {"embed_tokens.weight", "norm.weight"}
+
+
+def test_of_a_target_on_the_hub_only_the_files_that_hold_it_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_kimi(tmp_path / "target", num_hidden_layers=2)
+    head = ("embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    names = load_file(folder / "model.safetensors")
+    places = {name: f"{'head' if name.endswith(head) else 'layer'}-{len(name) % 2}.safetensors" for name in names}
+    asked: list[list[str]] = []
+
+    def download(name: str, **kwargs: Any) -> str:
+        asked.append(kwargs["allow_patterns"])
+        return str(folder)
+
+    monkeypatch.setattr(resolve, "snapshot_download", download)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    find_target_with_head(TargetConfig(path="owner/name"))
+    expected = {file for name, file in places.items() if name.startswith("language_model.") and name.endswith(head)}
+    assert {pattern for pattern in asked[-1] if "safetensors" in pattern} == expected
+    assert not any("safetensors" in pattern for pattern in asked[0])
+
+    (folder / "model.safetensors.index.json").unlink()
+    find_target_with_head(TargetConfig(path="owner/name"))
+    assert "model.safetensors" in asked[-1]
