@@ -36,11 +36,12 @@ from transformers import DeepseekV3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.kimi_layers import LAYERS, write_layers
-from eagle3.config import TargetConfig
+from eagle3.config import StreamSection, TargetConfig
 from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
 from eagle3.target.families.kimi import _config
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.target.streaming import moe
+from eagle3.target.streaming.memory import plan_needs
 from eagle3.target.streaming.walk import WalkTimes
 from eagle3.wiring.layers import LayerWiring
 
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", help="tokens of a document; default: 2048 8192 (small: 32)")
     parser.add_argument("--layers", type=int, default=7, help="layers of a walk; expert layers repeat")
     parser.add_argument("--threads", type=int, default=8, help="threads that read")
+    parser.add_argument("--group", type=int, help="experts unpacked at a time; default: all")
+    parser.add_argument("--residual", choices=("device", "host", "file"), default="device")
+    parser.add_argument("--profile", action="store_true", help="print where the time of an expert layer goes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["moe", "walk", "offload"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -75,12 +79,14 @@ def main() -> None:
 def run(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
     target = TargetConfig(path=str(folder), device=str(device), dtype="bfloat16")
     files = find_target(target)
-    sizes = StreamSizes(args.chunk, args.micro)
+    sizes = StreamSizes(args.chunk, args.micro, args.residual, args.group)
     engine = StreamedEngine(files, target, LayerWiring((0, 1, 2), 3), "post_norm", sizes, args.threads)
     walks = {}
     if "walk" in args.parts or "moe" in args.parts:
         for document in args.documents:
             walks[document] = measure_walk(args, engine, document, device)
+            if args.profile:
+                profile(args, engine, document)
     if "moe" in args.parts:
         measure_moe(args, engine, device)
     engine.close()
@@ -121,8 +127,33 @@ def measure_walk(args: argparse.Namespace, engine: StreamedEngine, document: int
         waiting=sum(waits) / (sum(waits) + sum(expert)),
         read_gb_per_second=read / whole / 1e9,
         peak_gib=peak(device),
+        planned_gib=planned(args, engine, document, device),
     )
     return statistics.median(rates)
+
+
+def planned(args: argparse.Namespace, engine: StreamedEngine, document: int, device: torch.device) -> float:
+    """What extraction would announce for these sizes."""
+    section = StreamSection(
+        chunk_tokens=args.chunk,
+        micro_tokens=args.micro,
+        residual=args.residual,
+        expert_group=args.group,
+        read_threads=args.threads,
+        device_memory_gib=1000.0,
+    )
+    return plan_needs(engine.skeleton, section, document, device).device_bytes / 2**30
+
+
+def profile(args: argparse.Namespace, engine: StreamedEngine, document: int) -> None:
+    """Milliseconds of an expert layer for one micro-batch, by kernel, the largest first."""
+    batch = documents(args.micro, document, engine)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        engine.layer_walk.run(batch, Nothing(), lambda _: None, [1])
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    _print(
+        "profile", document=document, **{event.key[:70]: event.self_device_time_total / 1000 for event in events[:22]}
+    )
 
 
 def rate(tokens: int, times: WalkTimes) -> float:

@@ -17,7 +17,9 @@ _MEMORY_SHARE = 0.7
 
 
 def choose_engine(files: TargetFiles, target: TargetConfig) -> Literal["transformers", "streamed"]:
-    """`transformers` if the whole target fits in memory."""
+    """`transformers` if the whole target fits in memory and is not quantized."""
+    if any(config.get("quantization_config") for config in (files.config, files.text_config)):
+        return "streamed"
     headers = [read_header(path) for path in files.folder.glob("*.safetensors")]
     values = sum(torch.Size(info.shape).numel() for header in headers for info in header.tensors.values())
     device = pick_device(target.device)

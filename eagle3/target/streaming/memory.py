@@ -91,6 +91,12 @@ def plan_memory(
     raise AssertionError
 
 
+def plan_needs(skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device) -> MemoryPlan:
+    """What the first choice needs, whether it fits or not; arguments as for `plan_memory`."""
+    sizes = next(_candidates(skeleton, cfg, longest, device))
+    return _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), _device_limit(cfg, device), device)
+
+
 def _device_limit(cfg: StreamSection, device: torch.device) -> int:
     if device.type == "cuda":
         free = _SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
