@@ -151,7 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._answer(*self.fake.generate(body)) if not self.fake.breaks() else self._break()
+        answer = self.fake.generate(body)
+        if self.fake.breaks():  # after the work: its prefix cache has the prompt
+            self.close_connection = True
+        else:
+            self._answer(*answer)
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         if self.fake.api_key and self.headers.get("Authorization") != f"Bearer {self.fake.api_key}":
@@ -162,9 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def _break(self) -> None:
-        self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
         pass
