@@ -21,7 +21,7 @@ from eagle3.target.engines.sglang_server import start_command
 from eagle3.target.extract import run_extract
 from eagle3.target.packaged import packaged_smollm2
 from eagle3.target.probe import probe_dataset
-from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_llama
+from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
 from eagle3.wiring.engines import ids_to_write
 from eagle3.wiring.layers import LayerWiring, default_output_indices
 from tests.serving.sglang_venv import SERVED_VERSION, VENV, running_server
@@ -111,23 +111,23 @@ def test_a_llama(data: Path, tmp_path: Path, running: ExitStack, monkeypatch: py
     assert len(StoreReader(new)) == 4
 
 
-def test_a_deepseek_v3_whose_ids_are_counted_otherwise_from_two_servers(
+def test_a_kimi_whose_ids_are_counted_otherwise_from_two_servers(
     data: Path, tmp_path: Path, running: ExitStack
 ) -> None:
-    target = make_tiny_deepseek_v3(
+    target = make_tiny_kimi(
         tmp_path / "target", num_hidden_layers=8, moe_intermediate_size=64, max_position_embeddings=4096
     )
     wiring = LayerWiring((2, 4, 6), 8)
     layers: dict[str, Any] = {"output_indices": list(wiring.output_indices)}
-    ids = ids_to_write(wiring, "sglang", SERVED_VERSION, "deepseek").ids
+    ids = ids_to_write(wiring, "sglang", SERVED_VERSION, "kimi_k25").ids
     assert ids == wiring.boundaries
     run_extract(extract_config(target, data, tmp_path / "whole", engine="transformers", **layers))
-    told = as_told(target, ids, "--dtype", "float32")
+    told = as_told(target, ids, "--dtype", "float32", "--text-only")
     hook = told.index("--forward-hooks")
     model = ["--model-path", str(target), "--dtype", "float32", "--chunked-prefill-size", "-1"]
     commands = {
         "aux": [*told[:hook], *told[hook + 2 :]],
-        "last": [*model, "--enable-return-hidden-states"],
+        "last": [*model, "--enable-return-hidden-states", "--text-only"],
     }
     servers = [running_server(command, tmp_path / f"{name}.log") for name, command in commands.items()]
     with ThreadPoolExecutor(2) as pool:

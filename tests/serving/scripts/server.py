@@ -1,4 +1,6 @@
-"""The real HTTP server on a CPU: takes the arguments of `python -m sglang.launch_server`."""
+"""The real HTTP server on a CPU: takes the arguments of `python -m sglang.launch_server`.
+
+`--text-only`, last, loads no processor for pictures; SGLang has that as an argument of its engine only."""
 
 import sys
 
@@ -11,4 +13,8 @@ if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    run_server(prepare_server_args([*ON_CPU, *SMALL, *sys.argv[1:]]))
+    text_only = sys.argv[-1] == "--text-only"
+    arguments = prepare_server_args([*ON_CPU, *SMALL, *sys.argv[1 : -1 if text_only else None]])
+    if text_only:
+        arguments.enable_multimodal = False
+    run_server(arguments)
