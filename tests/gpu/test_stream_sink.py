@@ -1,0 +1,41 @@
+"""States that leave the GPU through pinned buffers, beside its work, are those that were handed over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle3.data.shard_file import StateKey
+from eagle3.target.stream_sink import Part, ShardSink, copier
+from tests.unit.data.cases import HIDDEN, contract
+
+pytestmark = pytest.mark.gpu
+
+
+class Rows:
+    """A shard in memory, written slowly."""
+
+    def __init__(self, rows: int) -> None:
+        self.states = torch.full((rows, HIDDEN), float("nan"))
+
+    def put(self, key: StateKey, begin: int, rows: torch.Tensor) -> None:
+        assert rows.device.type == "cpu"
+        self.states[begin : begin + len(rows)] = rows
+
+
+def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() -> None:
+    sizes = [70_000, 1, 130_000, 40_000] * 8
+    shard = Rows(sum(sizes))
+    matrix = torch.randn(4096, 4096, device="cuda")
+    with ShardSink([Part(0, sum(sizes), shard)], contract(dtype="float32"), copier(matrix.device)) as sink:  # type: ignore[arg-type]
+        begin = 0
+        piece = torch.empty(max(sizes), HIDDEN, device="cuda")
+        for size in sizes:
+            for _ in range(3):
+                matrix = matrix @ matrix / 64  # so that the piece is not there yet when it is handed over
+            rows = torch.arange(begin, begin + size, device="cuda", dtype=torch.float32)
+            piece[:size] = rows[:, None] + matrix[0, 0].isnan()
+            sink.put(1, begin, piece[:size])
+            piece.fill_(-1)
+            begin += size
+    assert torch.equal(shard.states, torch.arange(sum(sizes), dtype=torch.float32)[:, None].expand(-1, HIDDEN))
