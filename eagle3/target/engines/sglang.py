@@ -79,7 +79,10 @@ class SglangEngine:
             raise problem_error(url, "server.width", message, self._start)
         if self._last_states is None:
             message = "returned the aux states, but not the last hidden states beside them"
-            fix = f"{self._start}; or name a second server with server.last_states_url"
+            fix = (
+                f"{self._start}; if it has that hook already, add --cuda-graph-backend-prefill disabled; or name a "
+                "second server with server.last_states_url"
+            )
             raise problem_error(url, "server.last_states", message, fix)
         last = self._last_states.hidden_states(tokens)
         self._check_rows(self._last_states, last, tokens)

@@ -382,6 +382,16 @@ def test_last_hidden_states_that_the_head_does_not_read_are_refused(
     assert kinds(found) == ["server.logits"]
 
 
+def test_states_that_are_not_finite_are_refused_at_once(
+    target: Path, data: Path, server: FakeSglang, start: Start, tmp_path: Path
+) -> None:
+    server.change = lambda rows, tokens: rows * float("nan")
+
+    found = refused(config(target, data, tmp_path / "store", start(server), server={"check_target": False}))
+
+    assert kinds(found) == ["server.logits"]
+
+
 def test_rows_of_another_token_are_refused(
     target: Path, data: Path, server: FakeSglang, start: Start, tmp_path: Path
 ) -> None:
