@@ -101,15 +101,12 @@ FP8: dict[str, Any] = {
 
 
 def pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weight_packed, weight_scale, the numbers that they stand for), value by value."""
+    """(weight_packed, weight_scale, the numbers that they stand for)."""
     rows, columns = weight.shape
     grouped = weight.float().view(rows, -1, GROUP)
     scale = (grouped.abs().amax(-1) / 7).to(torch.bfloat16)
     levels = (grouped / scale.float().unsqueeze(-1)).round().clamp(-8, 7).to(torch.int64).view(rows, columns)
-    packed = torch.zeros(rows, columns // 8, dtype=torch.int64)
-    for row in range(rows):
-        for column in range(columns):
-            packed[row, column // 8] |= (int(levels[row, column]) + 8) << 4 * (column % 8)
+    packed = ((levels.view(rows, -1, 8) + 8) << 4 * torch.arange(8)).sum(-1)
     signed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     plain = (levels.view(rows, -1, GROUP).to(torch.bfloat16) * scale.unsqueeze(-1)).view(rows, columns)
     return signed, scale, plain

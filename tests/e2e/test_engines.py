@@ -1,0 +1,69 @@
+"""The same store whichever engine ran the target, and the probe finds each one right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.data.store import StoreReader, verify
+from eagle3.target.extract import run_extract
+from eagle3.target.probe import probe_dataset
+from eagle3.target.tiny import make_tiny_kimi
+from tests.unit.target.cases import extract_config, relative, write_conversations
+from tests.unit.target.streaming.checkpoints import plain_copy, to_int4
+
+ROOT = Path(__file__).parents[2]
+LAYERS = [2, 30, 58]
+
+
+def extract(checkpoint: Path, output: Path, engine: str, **values: Any) -> StoreReader:
+    data = write_conversations(output.parent / "data.jsonl", 24)
+    run_extract(extract_config(checkpoint, data, output, output_indices=LAYERS, engine=engine, **values))
+    assert verify(output, deep=True) == []
+    return StoreReader(output)
+
+
+def assert_equal(one: StoreReader, other: StoreReader, allowed: float) -> None:
+    assert one.contract == other.contract and one.samples == other.samples
+    for number in range(len(one)):
+        mine, theirs = one.read(number), other.read(number)
+        assert mine.input_ids.equal(theirs.input_ids) and mine.loss_mask.equal(theirs.loss_mask)
+        assert relative(mine.aux_hidden_states.float(), theirs.aux_hidden_states.float()) <= allowed
+        assert relative(mine.last_hidden_states.float(), theirs.last_hidden_states.float()) <= allowed
+
+
+@pytest.mark.parametrize("last", ["post_norm", "pre_norm"])
+def test_both_engines_give_the_same_store_of_the_tiny_kimi(tmp_path: Path, last: str) -> None:
+    target = make_tiny_kimi(tmp_path / "target")
+    sizes = {"chunk_tokens": 300, "micro_tokens": 64}
+    whole = extract(target, tmp_path / "whole", "transformers", last_hidden_states=last)
+    layers = extract(target, tmp_path / "layers", "streamed", last_hidden_states=last, stream=sizes)
+
+    assert_equal(whole, layers, 1e-5)
+    for store, engine in (("whole", "streamed"), ("layers", "transformers")):
+        assert probe_dataset(tmp_path / store, str(target), engine=engine, device="cpu").problems == []
+
+
+def test_an_int4_kimi_is_streamed_and_found_right(tmp_path: Path) -> None:
+    target = make_tiny_kimi(tmp_path / "target")
+    plain = plain_copy(make_tiny_kimi, tmp_path / "plain", to_int4(target))
+    packed = extract(target, tmp_path / "packed", "auto")
+    whole = extract(plain, tmp_path / "whole", "transformers", target={"name": "target"})
+
+    assert packed.settings["engine"] == "streamed"
+    for number in range(len(packed)):
+        assert relative(packed.read(number).aux_hidden_states, whole.read(number).aux_hidden_states) <= 1e-5
+    assert probe_dataset(tmp_path / "packed", str(target), device="cpu").problems == []
+
+
+def test_the_benchmark_still_runs() -> None:
+    command = [sys.executable, "benchmarks/extract.py", "--shape", "small", "--repeats", "1", "--device", "cpu"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+    assert found.returncode == 0, found.stderr
+    for what in ("walk", "moe", "moe transformers", "offload"):
+        assert f'{{"what": "{what}",' in found.stdout
