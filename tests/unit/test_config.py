@@ -50,6 +50,15 @@ def test_shipped_configs_parse_and_agree(target: str) -> None:
     assert serve.run == train.output
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_no_gpu_holds_is_streamed(target: str) -> None:
+    extract = load_config(ExtractConfig, CONFIGS / target / "extract.yaml")
+    large = target in ("kimi-k2.5", "deepseek-v3")
+
+    assert extract.engine == ("streamed" if large else "auto")
+    assert extract.stream.chunk_tokens == (524_288 if large else None)
+
+
 def test_kimi_config_is_the_published_drafter() -> None:
     draft = load_config(TrainConfig, CONFIGS / "kimi-k2.5" / "train.yaml").draft
     assert draft.rope is not None
