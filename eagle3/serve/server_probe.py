@@ -15,7 +15,7 @@ import httpx
 import torch
 
 from eagle3.errors import ProblemsError, problem_error
-from eagle3.target.engines.sglang_client import Answer, SglangClient, rows_missing
+from eagle3.target.engines.sglang_client import FIRST_WITH_OWN_ROWS, Answer, SglangClient, mixes_up_rows, rows_missing
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, allowed_error, diagnose
 from eagle3.wiring.engines import ids_to_write
@@ -25,6 +25,8 @@ from eagle3.wiring.layers import to_boundary
 from eagle3.wiring.probe_report import ProbeReport
 
 _SERVED = "serve the target that the dataset was extracted from, with the same weights"
+
+_IDLE = f"before {FIRST_WITH_OWN_ROWS} it may answer with another request's states: probe it while it is idle"
 
 
 def probe_server(
@@ -58,7 +60,7 @@ def probe_server(
         verdicts=diagnose([_measured(states, fingerprint, contract, allowed)], allowed),
         num_hidden_layers=contract.num_hidden_layers,
         fixes=fixes(contract, version),
-        notes=[f"SGLang {version or 'of an unknown version'} serves {served}"],
+        notes=[f"SGLang {version or 'of an unknown version'} serves {served}", *[_IDLE] * mixes_up_rows(version)],
         facts={"engine": "sglang", "engine_version": version, "served": served, "fingerprint": fingerprint.digest},
     )
 

@@ -67,7 +67,7 @@ def check_served(
     answers = [
         engine.client.hidden_states(tokens, vocab_size, return_logprob=True, logprob_start_len=0) for tokens in batch
     ]
-    captures = [engine.split(answer, tokens) for answer, tokens in zip(answers, batch, strict=True)]
+    captures = [engine.split(answer, tokens, vocab_size) for answer, tokens in zip(answers, batch, strict=True)]
     problems = [*_check_dtype(engine.client.url, captures, dtype)]
     last = [capture.last_hidden_states.to(getattr(torch, contract.dtype)) for capture in captures]
     problems += _check_logits(engine.client.url, batch, answers, last, head)

@@ -21,7 +21,7 @@ from eagle3.target.capture import shards_by_size, stored_sample
 from eagle3.target.engine_choice import choose_engine
 from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import SglangClient
-from eagle3.target.engines.sglang_server import check_last_states_server, check_server
+from eagle3.target.engines.sglang_server import Served, check_last_states_server, check_server
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.head_tensors import INDEX_FILE, read_head_tensors
 from eagle3.target.plan import ExtractPlan
@@ -39,54 +39,55 @@ def extract_served(plan: ExtractPlan) -> int:
     if cfg.last_hidden_states != "post_norm":
         message = "a server returns post-norm last hidden states only"
         raise problem_error("last_hidden_states", "server.pre_norm", message, "set last_hidden_states=post_norm")
-    head = read_head_tensors(files, cfg.target)
-    longest = max(len(sample.input_ids) for sample in plan.samples)
+    tensors = read_head_tensors(files, cfg.target)
+    head = TargetHead(
+        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
+        norm_weight=tensors["norm.weight"],
+        eps=files.text_config["rms_norm_eps"],
+        kind="post_norm",
+    )
     with ExitStack() as stack:
-        client = stack.enter_context(_client(plan, cfg.server.url))
-        served = check_server(client, files, contract.wiring, longest)
-        last_states = None
-        if cfg.server.last_states_url is not None:
-            last_states = stack.enter_context(_client(plan, cfg.server.last_states_url))
-            check_last_states_server(last_states, files, longest)
+        engine, served = _connect(plan, stack)
         local = _local_target(plan)
         if not served.layers_known and local is None:
             message = "does not say which layers it captures, and the target's weights are not here to find out"
-            raise problem_error(client.url, "server.layers_unknown", message, served.start)
-        engine = SglangEngine(
-            client,
-            contract.hidden_size,
-            contract.wiring.num_aux,
-            plan.store_dtype,
-            served.start,
-            last_states,
-            cfg.server.concurrency,
-        )
-        check_served(
-            engine,
-            contract,
-            cfg.target.dtype,
-            TargetHead(
-                lm_head=head.get("lm_head.weight", head["embed_tokens.weight"]),
-                norm_weight=head["norm.weight"],
-                eps=files.text_config["rms_norm_eps"],
-                kind="post_norm",
-            ),
-            {sample.id: sample.input_ids for sample in plan.samples},
-            served.start,
-            local,
-        )
+            raise problem_error(engine.client.url, "server.layers_unknown", message, served.start)
+        samples = {sample.id: sample.input_ids for sample in plan.samples}
+        check_served(engine, contract, cfg.target.dtype, head, samples, served.start, local)
         with StoreWriter(
             plan.folder,
             contract,
             plan.settings,
             files.text_config,
-            head,
+            tensors,
             provenance={**provenance(), "config": cfg.model_dump(mode="json"), "server": served.recorded},
             other_states=None if local is None else local.neighbours,
         ) as writer:
             for problem in writer.redone:
                 print(f"redone: {problem}", file=sys.stderr)
             return _extract_missing(plan, engine, writer)
+
+
+def _connect(plan: ExtractPlan, stack: ExitStack) -> tuple[SglangEngine, Served]:
+    """The engine, its servers asked; they are let go with `stack`."""
+    server, contract = plan.cfg.server, plan.contract
+    longest = max(len(sample.input_ids) for sample in plan.samples)
+    client = stack.enter_context(_client(plan, server.url))
+    served = check_server(client, plan.files, contract.wiring, longest)
+    last_states = None
+    if server.last_states_url is not None:
+        last_states = stack.enter_context(_client(plan, server.last_states_url))
+        check_last_states_server(last_states, plan.files, longest)
+    engine = SglangEngine(
+        client,
+        contract.hidden_size,
+        contract.wiring.num_aux,
+        plan.store_dtype,
+        served.start,
+        last_states,
+        server.concurrency,
+    )
+    return engine, served
 
 
 def _client(plan: ExtractPlan, url: str) -> SglangClient:

@@ -63,8 +63,10 @@ class SglangEngine:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def split(self, answer: Answer, tokens: Sequence[int]) -> Capture:
+    def split(self, answer: Answer, tokens: Sequence[int], vocab_size: int | None = None) -> Capture:
         """The aux states and the last hidden states, in the server's values, of an answer for these tokens.
+
+        `vocab_size` is for a second server, see `SglangClient.hidden_states`.
 
         Raises:
             ProblemsError: kinds `server.prefix_cache`, `server.width`, `server.last_states`.
@@ -84,7 +86,7 @@ class SglangEngine:
                 "second server with server.last_states_url"
             )
             raise problem_error(url, "server.last_states", message, fix)
-        last = self._last_states.hidden_states(tokens)
+        last = self._last_states.hidden_states(tokens, vocab_size)
         self._check_rows(self._last_states, last, tokens)
         if last.states.shape[1] != hidden:
             message = f"returned {last.states.shape[1]} values a token, expected the last hidden states, {hidden}"

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from pydantic_core import from_json
 
-from eagle3.errors import Eagle3Error, problem_error
+from eagle3.errors import Eagle3Error, ProblemsError, problem_error
+from eagle3.wiring.version import Version
 
 START = "start the server, wait until it is ready, and check the address"
 ENABLE = "start it with --enable-return-hidden-states"
+FIRST_WITH_OWN_ROWS = "0.5.17"
 _PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _OVERLOADED = (429, 502, 503, 504)
 
@@ -194,6 +196,15 @@ def rows_missing(url: str, answer: Answer, tokens: int) -> Eagle3Error:
     message = f"returned states of {len(answer.states)} of {tokens} tokens; {cached} came from its prefix cache"
     fix = "start it with --disable-radix-cache and --chunked-prefill-size -1"
     return problem_error(url, "server.prefix_cache", message, fix)
+
+
+def mixes_up_rows(version: str | None) -> bool:
+    """Whether this version's answers may hold another request's rows, in the right number: it counts them off by whole
+    prompts that return states, whatever else was prefilled with them (`_append_prefill_hidden_states`)."""
+    try:
+        return version is not None and Version(version) < Version(FIRST_WITH_OWN_ROWS)
+    except ProblemsError:  # a build that is no release
+        return False
 
 
 def _json(answer: httpx.Response) -> dict[str, Any]:

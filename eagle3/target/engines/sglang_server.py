@@ -4,6 +4,7 @@ Read in SGLang 0.5.23 (`sglang/srt/arg_groups/validation_hook.py`, `handle_aux_h
 `sglang/srt/model_executor/model_runner_components/spec_aux_hidden_state.py`;
 `sglang/srt/managers/scheduler_components/batch_result_processor.py`, `_append_prefill_hidden_states`):
 
+- up to 0.5.16 an answer may hold the rows of another request that was prefilled with it;
 - aux states without a drafter are new in 0.5.23; older versions capture them for a drafter only;
 - the layer ids go where a drafter's would, so they follow the same convention; a negative one is refused;
 - of a prompt that is prefilled in chunks only the last chunk's states are returned, and requests in flight together
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle3.errors import Problem, ProblemsError, raise_problems
-from eagle3.target.engines.sglang_client import SglangClient
+from eagle3.target.engines.sglang_client import FIRST_WITH_OWN_ROWS, SglangClient, mixes_up_rows
 from eagle3.target.engines.sglang_hook import HOOK
 from eagle3.target.resolve import TargetFiles
 from eagle3.wiring.engines import boundaries_read, ids_to_write, newest_known
@@ -64,7 +65,7 @@ def check_server(client: SglangClient, files: TargetFiles, wiring: LayerWiring, 
             not known or that cannot capture these layers.
     """
     model, info = client.model_info(), client.server_info()
-    family, version = files.facts.family, str(info.get("version", "of an unknown version"))
+    family, version = files.facts.family, str(info.get("version"))
     problems = [*_common_problems(client.url, model, info, files, longest)]
     drafter = info.get("aux_hidden_state_capture") is None and info.get("speculative_algorithm") == "EAGLE3"
     start = ""
@@ -122,6 +123,13 @@ def _ids(wiring: LayerWiring, version: str, family: str) -> tuple[int, ...]:
 def _common_problems(
     url: str, model: Mapping[str, Any], info: Mapping[str, Any], files: TargetFiles, longest: int
 ) -> Iterator[Problem]:
+    version = str(info.get("version"))
+    if mixes_up_rows(version):
+        message = (
+            f"is SGLang {version}, whose answers may hold the states of another request that was prefilled at the same "
+            "time: of as many tokens, so that nothing would show it"
+        )
+        yield Problem(url, "server.version", message, f"serve with SGLang {FIRST_WITH_OWN_ROWS} or newer")
     served, expected = model.get("model_type"), files.config.get("model_type")
     if served is not None and served != expected:
         message = f"serves {model['model_path']}, a {served}; target.path is a {expected}"

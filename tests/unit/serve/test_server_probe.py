@@ -34,6 +34,7 @@ class FakeSglang:
         self.target = target
         self.slots = slots
         self.vocab = 512
+        self.version = "0.5.23"
         self.hidden_states_enabled = True
         self.change: Callable[[torch.Tensor], torch.Tensor] = lambda states: states
         self.requests: list[dict[str, Any]] = []
@@ -43,7 +44,7 @@ class FakeSglang:
         if request.url.path == "/model_info":
             return httpx.Response(200, json={"model_path": "tiny-llama"})
         if request.url.path == "/server_info":
-            return httpx.Response(200, json={"version": "0.5.23"})
+            return httpx.Response(200, json={"version": self.version})
         assert request.url.path == "/generate"
         body = json.loads(request.content)
         self.requests.append(body)
@@ -106,6 +107,15 @@ def test_a_server_that_feeds_the_trained_layers_is_right(store: Path, server: Fa
     assert report.problems == []
     assert [verdict.cause for verdict in report.verdicts] == ["right"] * 3
     assert "SGLang 0.5.23 serves tiny-llama" in report.render()
+
+
+@pytest.mark.parametrize(("version", "idle"), [("0.5.16", True), ("0.5.17", False), ("0.5.24.dev3", False)])
+def test_a_version_that_mixes_up_answers_is_to_be_probed_while_idle(
+    store: Path, server: FakeSglang, version: str, idle: bool
+) -> None:
+    server.version = version
+
+    assert ("probe it while it is idle" in probe(store, server).render()) == idle
 
 
 def test_the_request_is_the_fingerprints_tokens_and_one_new_token(store: Path, server: FakeSglang) -> None:

@@ -237,6 +237,18 @@ def test_a_version_without_the_option_says_so(
     assert problem.fix.startswith("serve with SGLang 0.5.23 or newer, 0.5.22 does not know the option")
 
 
+def test_a_version_that_mixes_up_its_answers_is_refused(
+    target: Path, data: Path, server: FakeSglang, plain: FakeSglang, start: Start, tmp_path: Path
+) -> None:
+    plain.server_info["version"] = "0.5.16"
+    both = {"last_states_url": start(plain)}
+    first = start(server)
+    assert kinds(refused(config(target, data, tmp_path / "store", first, server=both))) == ["server.version"]
+
+    server.server_info = {"version": "0.5.16", "speculative_algorithm": "EAGLE3"}
+    assert kinds(refused(config(target, data, tmp_path / "store", first))) == ["server.version"]
+
+
 def test_a_version_whose_ids_nobody_read_is_refused(
     target: Path, data: Path, server: FakeSglang, start: Start, tmp_path: Path
 ) -> None:
@@ -303,6 +315,9 @@ def test_a_second_server_gives_the_last_hidden_states(
     run_extract(config(target, data, tmp_path / "two", first, server=both))
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
+    plain.vocab_size = 500
+    assert kinds(refused(config(target, data, tmp_path / "no", first, server=both))) == ["server.vocabulary"]
+    plain.vocab_size = 512
     plain.returned = BOUNDARIES
     assert kinds(refused(config(target, data, tmp_path / "no", first, server=both))) == ["server.last_states"]
     plain.server_info |= {"aux_hidden_state_capture": "eagle3", "chunked_prefill_size": 64}
@@ -429,7 +444,7 @@ def test_a_drafters_server_does_not_say_its_layers_so_the_weights_must(
     target: Path, data: Path, server: FakeSglang, start: Start, tmp_path: Path
 ) -> None:
     del server.server_info["aux_hidden_state_capture"]
-    server.server_info |= {"version": "0.5.16", "speculative_algorithm": "EAGLE3"}
+    server.server_info |= {"version": "0.5.17", "speculative_algorithm": "EAGLE3"}
     url = start(server)
 
     found = refused(config(target, data, tmp_path / "store", url, server={"check_target": False}))
