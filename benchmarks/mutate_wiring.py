@@ -6,6 +6,7 @@ tests of `tests/unit/wiring` run on a copy; a mutant survives if they still pass
 file, and mutants that are in it already are skipped, so that a run can be stopped and continued.
 
     python benchmarks/mutate_wiring.py --results /tmp/mutants.jsonl --sample 200
+    python benchmarks/mutate_wiring.py --results /tmp/mutants.jsonl --files diagnosis.py fingerprint.py
     python benchmarks/mutate_wiring.py --results /tmp/mutants.jsonl --report
 """
 
@@ -24,14 +25,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import hypothesis  # noqa: F401  (loaded once, before the forks)
+import datasets  # noqa: F401  (loaded once, before the forks)
+import hypothesis  # noqa: F401
 import pytest
 import safetensors.torch  # noqa: F401
+import transformers
+
+for architecture in ("Kimi_K25ForConditionalGeneration", "LlamaForCausalLM", "Qwen3ForCausalLM"):
+    getattr(transformers, architecture)  # it is imported on first use
 
 ROOT = Path(__file__).parents[1]
 ROOM = Path("eagle3/wiring")
 TESTS = "tests/unit/wiring"
 SLOWEST = ("test_checks.py", "test_fingerprint.py")
+# Modules that no other test file reaches; of the slow one, what is quick comes first.
+FINGERPRINT = (("test_fingerprint.py", "-k", "not kimi and not qwen3 and not smollm2"), ("test_fingerprint.py",))
+ONLY_TESTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "diagnosis.py": (("test_probe_report.py",), *FINGERPRINT),
+    "probe_report.py": (("test_probe_report.py",),),
+    "fingerprint.py": FINGERPRINT,
+}
 SECONDS = 240
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -147,26 +160,31 @@ def survives(mutant: Mutant, copy_root: Path) -> bool:
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
-        os._exit(run_tests(ordered_tests(mutant, copy_root), copy_root))
+        os._exit(run_tests(staged_tests(mutant, copy_root), copy_root))
     _, status = os.waitpid(child, 0)
     path.write_text(original, encoding="utf-8")
     return status == 0
 
 
-def run_tests(tests: list[str], copy_root: Path) -> int:
+def run_tests(stages: list[list[str]], copy_root: Path) -> int:
     os.chdir(copy_root)
     sys.path.insert(0, str(copy_root))
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    for tests in stages:  # most mutants are noticed before the later ones are even collected
+        if code := pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]):
+            return int(code)
+    return 0
 
 
-def ordered_tests(mutant: Mutant, copy_root: Path) -> list[str]:
-    """All test files, the module's own first and the slowest last."""
+def staged_tests(mutant: Mutant, copy_root: Path) -> list[list[str]]:
+    """All test files that can notice it, with options: the module's own first and the slowest last."""
     own = f"test_{mutant.file}"
     files = sorted(path.name for path in (copy_root / TESTS).glob("test_*.py"))
-    return [f"{TESTS}/{name}" for name in sorted(files, key=lambda name: (name != own, name in SLOWEST))]
+    others = sorted((name for name in files if name != own), key=SLOWEST.__contains__)
+    stages = ONLY_TESTS.get(mutant.file, [[own], others] if own in files else [others])
+    return [[f"{TESTS}/{part}" if part.endswith(".py") else part for part in stage] for stage in stages]
 
 
 def copied(folder: Path) -> Path:
@@ -180,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--sample", type=int, help="that many mutants, drawn at random; default all")
+    parser.add_argument("--files", nargs="+", default=["*.py"], help="of eagle3/wiring; default all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--report", action="store_true", help="only print the score of what ran so far")
     args = parser.parse_args()
@@ -187,7 +206,8 @@ def main() -> None:
     if args.results.exists():
         known = {row["name"]: row["survives"] for row in map(json.loads, args.results.read_text().splitlines())}
     if not args.report:
-        todo = [mutant for file in sorted((ROOT / ROOM).glob("*.py")) for mutant in mutants(file)]
+        files = sorted(path for name in args.files for path in (ROOT / ROOM).glob(name))
+        todo = [mutant for file in files for mutant in mutants(file)]
         print(f"{len(todo)} mutants")
         random.Random(args.seed).shuffle(todo)
         with tempfile.TemporaryDirectory() as folder:

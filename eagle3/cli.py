@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -49,6 +50,9 @@ EngineVersion = Annotated[str | None, typer.Option(help="The engine's version; d
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # names that a terminal cannot show are no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if args is None else list(args), prog_name="eagle3")
     except SystemExit as stop:

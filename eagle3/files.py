@@ -9,11 +9,14 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from eagle3.errors import problem_error
@@ -162,18 +165,63 @@ def _claim(temporary: Path) -> int:
     return descriptor
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Reads a JSON file.
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns errors of the file system into a problem of kind `file.unreadable`, but for a file that is not there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        message = f"cannot be read: {error.strerror or error}"
+        fix = "check the path, its permissions and its file system"
+        raise problem_error(str(path), "file.unreadable", message, fix) from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text that every reader understands alike and that can be written again.
 
     Raises:
-        ProblemsError: kind `file.missing` or `file.not_json`, naming `what` the file should have been.
+        ValueError: it is no JSON; holds NaN or infinity, a name twice in one object, or half a surrogate pair.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{repeated!r} is listed twice")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Reads a JSON file; see `parse_json`.
+
+    Raises:
+        ProblemsError: kind `file.missing`, `file.unreadable` or `file.not_json`, naming `what` the file should have
+            been.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with readable(path):
+            if not S_ISREG(path.stat().st_mode):
+                raise problem_error(str(path), "file.missing", f"is no file, expected {what}", "check the path")
+            raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise problem_error(str(path), "file.missing", f"no such file ({what})", "check the path") from None
-    except IsADirectoryError:
-        raise problem_error(str(path), "file.missing", f"is a folder, expected {what}", "check the path") from None
+    try:
+        return parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
         message = f"is not valid JSON ({what}): {error}"
         raise problem_error(str(path), "file.not_json", message, "restore the file from its source") from None

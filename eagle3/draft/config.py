@@ -42,7 +42,7 @@ class RopeConfig:
         raise_problems(self._problems())
 
     def _problems(self) -> list[Problem]:
-        if self.rope_type not in _ROPE_FIELDS:
+        if not isinstance(self.rope_type, str) or self.rope_type not in _ROPE_FIELDS:
             known = ", ".join(_ROPE_FIELDS)
             return [_rope_problem("kind", f"scaling kind is {self.rope_type!r}, the drafter has {known}")]
         needed = _ROPE_FIELDS[self.rope_type]
@@ -66,6 +66,11 @@ class RopeConfig:
         Raises:
             ProblemsError: a kind or field that the drafter does not have, no theta, or layouts that disagree.
         """
+        raise_problems(
+            _rope_problem("value", f"{name} is {config[name]!r}, expected an object")
+            for name in ("rope_scaling", "rope_parameters")
+            if not isinstance(config.get(name) or {}, dict)
+        )
         old = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
         new = {"rope_theta": config.get("rope_theta"), **(config.get("rope_parameters") or {})}
         found = [_rope_values(layout) for layout in (old, new) if layout.keys() != {"rope_theta"}] or [
@@ -273,7 +278,7 @@ def _rope_values(layout: dict[str, Any]) -> dict[str, Any]:
     values.setdefault("rope_type", kind)
     if values.get("partial_rotary_factor") == 1:
         del values["partial_rotary_factor"]
-    if values["rope_type"] not in _ROPE_FIELDS:
+    if not isinstance(values["rope_type"], str) or values["rope_type"] not in _ROPE_FIELDS:
         RopeConfig(rope_type=values["rope_type"])
     known = {field.name for field in dataclasses.fields(RopeConfig)}
     problems = [

@@ -24,11 +24,12 @@ from typing import Any
 
 from eagle3.errors import Problem
 from eagle3.wiring.conventions import LAYER_IDS, NESTED_KEY
-from eagle3.wiring.layers import is_int
+from eagle3.wiring.layers import LARGEST_SIZE, is_int, is_size
 from eagle3.wiring.layouts import ARCHITECTURE as ARCHITECTURE
 from eagle3.wiring.layouts import OWN_KEY as OWN_KEY
 from eagle3.wiring.layouts import Layout
 from eagle3.wiring.layouts import recognise as recognise
+from eagle3.wiring.targets import LARGEST_FACTOR
 
 SIZE_KEYS = (
     "hidden_size",
@@ -39,6 +40,7 @@ SIZE_KEYS = (
     "draft_vocab_size",
     "max_position_embeddings",
 )
+_MOST = {"num_aux_hidden_states": 1000}
 _MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -111,6 +113,9 @@ def check_config(layout: Layout, where: str) -> list[Problem]:
     theta = config.get("rope_theta") or _mapping(config.get("rope_parameters")).get("rope_theta")
     if not _is_positive(theta):
         wrong("rope_theta", theta, "a number above 0 (the server would take its own default)")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not _is_rope(config.get(key)):
+            wrong(key, config[key], f"null, or an object with a kind and a factor above 0, at most {LARGEST_FACTOR}")
     for key, allowed in _WRONG_VALUES.items():
         if key in config and config[key] not in allowed:
             wrong(key, config[key], repr(allowed[0]), "this drafter has no such option; " + _CORRECT)
@@ -127,13 +132,13 @@ def _shape_problems(layout: Layout, where: str) -> list[Problem]:
     config = layout.fields
     required = SIZE_KEYS + (_MLA_KEYS if layout.mla else ())
     optional = ("head_dim", "target_hidden_size", "num_aux_hidden_states", "q_lora_rank")
-    wrong = [
-        *(key for key in required if not _is_size(config.get(key))),
-        *(key for key in optional if config.get(key) is not None and not _is_size(config[key])),
-    ]
+    present = [*required, *(key for key in optional if config.get(key) is not None)]
     problems = [
-        Problem(where, "config.size", f"{key} is {config.get(key)!r}, expected a whole number above 0", _CORRECT)
-        for key in wrong
+        Problem(
+            where, "config.size", f"{key} is {config.get(key)!r}, expected a whole number from 1 to {most}", _CORRECT
+        )
+        for key in present
+        if not is_size(config.get(key), most := _MOST.get(key, LARGEST_SIZE))
     ]
     if not problems and config["draft_vocab_size"] > config["vocab_size"]:
         message = f"draft_vocab_size is {config['draft_vocab_size']}, more than vocab_size {config['vocab_size']}"
@@ -204,7 +209,16 @@ def _is_own_key(value: object) -> bool:
         isinstance(recorded.get(key), str) for key in ("engine", "engine_version")
     )
     length = value.get("context_length", 1)
-    return texts and is_int(length) and length > 0
+    return texts and is_size(length)
+
+
+def _is_rope(value: object) -> bool:
+    if value is None:
+        return True
+    fields = _mapping(value)
+    factor = fields.get("factor", 1)
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    return isinstance(value, dict) and isinstance(kind, str) and _is_positive(factor) and factor <= LARGEST_FACTOR
 
 
 def option(config: Mapping[str, Any], name: str) -> bool:
@@ -215,10 +229,6 @@ def option(config: Mapping[str, Any], name: str) -> bool:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_size(value: object) -> bool:
-    return is_int(value) and value > 0  # type: ignore[operator]
 
 
 def _is_positive(value: object) -> bool:

@@ -18,7 +18,7 @@ from eagle3.wiring.draft_vocab import check_draft_vocab, draft_vocab_digest, tar
 from eagle3.wiring.weights import WEIGHTS_FILE as WEIGHTS_FILE
 from eagle3.wiring.weights import Weights
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _CORRECT = "correct it, or export it again with `eagle3 export`"
 
@@ -37,7 +37,7 @@ def expected_tensors(shape: DraftShape) -> dict[str, tuple[tuple[str, ...], tupl
         "midlayer.mlp.up_proj.weight": (shape.intermediate_size, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, shape.intermediate_size),
         "norm.weight": (hidden,),
-        "lm_head.weight": (shape.draft_vocab_size, hidden),
+        HEAD: (shape.draft_vocab_size, hidden),
         EMBEDDING: (shape.vocab_size, hidden),
     }
     if shape.norm_before_fc:
@@ -128,15 +128,16 @@ def canonical_names(stored_names: Iterable[str]) -> dict[str, str]:
 def check_tables(weights: Weights, shape: DraftShape, own: bool, where: str) -> tuple[str | None, list[Problem]]:
     """The digest of the draft vocab in the weights, and what is wrong with the tables' values.
 
-    Tables that `check_tensors` has a problem with are not read.
+    Tables that `check_tensors` has a problem with are not read, nor any if the head has another size.
     """
     expected = expected_tensors(shape)
-    stored = {name: stored for stored, name in canonical_names(weights.tensors).items() if name in ("d2t", "t2d")}
+    vocab_tensors = ("d2t", "t2d", HEAD)
+    stored = {name: stored for stored, name in canonical_names(weights.tensors).items() if name in vocab_tensors}
     for name, key in stored.items():
         info, (dtypes, size) = weights.tensors[key], expected[name]
         if info.dtype not in dtypes or info.shape != size:
             return None, []
-    if {"d2t", "t2d"} - stored.keys() - optional_tensors(shape, own):
+    if {*vocab_tensors} - stored.keys() - optional_tensors(shape, own):
         return None, []
     d2t = weights.read_ints(stored["d2t"]) if "d2t" in stored else [0] * shape.draft_vocab_size
     t2d = weights.read_ints(stored["t2d"]) if "t2d" in stored else None
@@ -145,7 +146,7 @@ def check_tables(weights: Weights, shape: DraftShape, own: bool, where: str) -> 
 
 
 def _without(name: str) -> str:
-    if name == "lm_head.weight":
+    if name == HEAD:
         return "the config promises an own head, which the server would leave uninitialised"
     if name == "d2t":
         return "draft ids would be taken for target ids"

@@ -6,13 +6,14 @@ What they do not prove: that the weights are trained or finite, or that the stor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from eagle3.errors import Problem, ProblemsError, raise_problems
-from eagle3.files import read_json_object
+from eagle3.files import read_json_object, readable
 from eagle3.wiring.checkpoint_config import check_config, draft_shape
 from eagle3.wiring.checkpoint_layers import (
     Stack,
@@ -32,7 +33,7 @@ from eagle3.wiring.dataset import check_dataset as check_dataset
 from eagle3.wiring.dataset import dataset_contract, dataset_target_config
 from eagle3.wiring.engines import boundaries_read
 from eagle3.wiring.fingerprint_file import check_fingerprint
-from eagle3.wiring.layers import LayerWiring, is_int
+from eagle3.wiring.layers import LayerWiring, is_size
 from eagle3.wiring.layouts import Layout, recognise
 from eagle3.wiring.provenance import check_said_layers, no_contract
 from eagle3.wiring.targets import CONFIG_FILE, KNOWN_TARGETS, TargetFacts, served_context, target_facts
@@ -44,17 +45,23 @@ _T = TypeVar("_T")
 class _Findings:
     """Collects problems, so that a check that cannot go on does not hide what others find."""
 
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found: dict[Problem, None] = {}
+
+    @property
+    def problems(self) -> list[Problem]:
+        return list(self._found)
 
     def add(self, problems: Iterable[Problem]) -> None:
         """Adds what is not there yet: two checks may stumble over the same file."""
-        self.problems += [problem for problem in problems if problem not in self.problems]
+        self._found |= dict.fromkeys(problems)
 
     def get(self, call: Callable[[], _T]) -> _T | None:
         """The value, or None after adding what was raised."""
         try:
-            return call()
+            with readable(self.folder):
+                return call()
         except ProblemsError as error:
             self.add(error.problems)
             return None
@@ -88,12 +95,15 @@ def check_checkpoint(
         `engine.*`), weights (`checkpoint.*`, `safetensors.*`, `tensor.*`, `draft_vocab.*`), contract (`contract.*`,
         `layers.*`, `fingerprint.*`), target (`target.*`).
     """
-    folder, findings = Path(path), _Findings()
-    if not (folder / CONFIG_FILE).is_file():
+    folder, findings = Path(path), _Findings(Path(path))
+    has_config = findings.get(lambda: (folder / CONFIG_FILE).is_file())
+    if has_config is None:
+        return findings.problems
+    if not has_config:
         message = f"is no draft checkpoint: {'it has no config.json' if folder.is_dir() else 'no such folder'}"
         fix = "give the folder that `eagle3 export` or another trainer wrote"
         return [Problem(str(folder), "checkpoint.not_a_checkpoint", message, fix)]
-    has_contract = (folder / CONTRACT_FILE).is_file()
+    has_contract = os.path.lexists(folder / CONTRACT_FILE)
     contract = findings.get(lambda: WiringContract.load(folder)) if has_contract else None
     stored = findings.get(lambda: dataset_contract(Path(dataset))) if dataset is not None else None
     facts = findings.get(lambda: target_facts(target)) if target is not None else None
@@ -163,7 +173,7 @@ def describe_checkpoint(
     """
     folder = Path(path)
     layout = recognise(read_json_object(folder / CONFIG_FILE, "a checkpoint's config.json"))
-    contract = WiringContract.load(folder) if (folder / CONTRACT_FILE).is_file() or target is None else None
+    contract = WiringContract.load(folder) if os.path.lexists(folder / CONTRACT_FILE) or target is None else None
     facts = target_facts(target) if contract is None and target is not None else None
     stack = _stack(contract, facts, None)
     assert stack is not None
@@ -250,7 +260,7 @@ def _target_context(
     """The target's context in tokens: as told, else as the dataset recorded it, else by a known target's name."""
     if facts is None and dataset is not None:
         recorded = dataset_target_config(Path(dataset))
-        if recorded is not None and is_int(recorded.get("max_position_embeddings")):
+        if recorded is not None and is_size(recorded.get("max_position_embeddings")):
             return served_context(recorded)
     if facts is None and contract is not None:
         facts = KNOWN_TARGETS.get(contract.target_name)

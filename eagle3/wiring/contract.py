@@ -15,7 +15,15 @@ from typing import Any, Self
 
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import read_json, write_json_atomic
-from eagle3.wiring.layers import LayerWiring, check_output_indices, compare_layers, describe_layers, is_int
+from eagle3.wiring.layers import (
+    A_SIZE,
+    LayerWiring,
+    check_output_indices,
+    compare_layers,
+    describe_layers,
+    is_int,
+    is_size,
+)
 from eagle3.wiring.targets import config_digest as config_digest
 
 CONTRACT_FILE = "eagle3_contract.json"
@@ -166,8 +174,8 @@ def _value_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
             problems.append(problem(name, "sha256:<64 hexadecimal digits>"))
     sizes_ok = True
     for name in _SIZES:
-        if not is_int(values[name]) or values[name] < 1:
-            problems.append(problem(name, "a whole number above 0"))
+        if not is_size(values[name]):
+            problems.append(problem(name, A_SIZE))
             sizes_ok &= name != "num_hidden_layers"
     for name, choices in _CHOICES.items():
         if values[name] not in choices:

@@ -14,6 +14,7 @@ from typing import Any
 from eagle3.errors import Problem, ProblemsError
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
+from eagle3.wiring.layers import is_size
 from eagle3.wiring.safetensors_header import Header, read_header
 
 _FIX = "extract again into an empty folder; a fingerprint that is not the store's own can prove nothing"
@@ -46,7 +47,7 @@ def check_stored_fingerprint(folder: Path, manifest: Mapping[str, Any], contract
     path, begin, tokens = folder / place[0], place[1], place[2]
     try:
         differing = _differences(path, read_header(path), begin, tokens, fingerprint, contract)
-    except (ProblemsError, KeyError, struct.error):
+    except (ProblemsError, KeyError, struct.error, OverflowError):
         return []
     if not differing:
         return []
@@ -59,6 +60,8 @@ def _place(shards: Any, sample: str) -> tuple[str, int, int] | None:
     for shard in shards:
         row = 0
         for item in shard["samples"]:
+            if not is_size(item["tokens"]):
+                raise TypeError
             if item["id"] == sample:
                 return shard["file"], row, item["tokens"]
             row += item["tokens"]

@@ -8,6 +8,8 @@ Legend: P positions, C channels, T tokens, N decoder layers, H target hidden.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, Self
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import digest_json, read_json, read_json_object, write_json_atomic
 from eagle3.wiring.contract import WiringContract
-from eagle3.wiring.layers import EMBEDDING, is_int
+from eagle3.wiring.layers import is_int
 
 FORMAT = "eagle3-fingerprint"
 FORMAT_VERSION = 1
@@ -116,7 +118,7 @@ def load_fingerprint(folder: Path) -> tuple[Fingerprint, WiringContract]:
         value, where = manifest.get("fingerprint"), f"{path}: fingerprint"
     else:
         path = folder / FINGERPRINT_FILE
-        value = read_json(path, "a fingerprint") if path.is_file() else None
+        value = read_json(path, "a fingerprint") if os.path.lexists(path) else None
         where = str(path)
         contract = WiringContract.load(folder)
     if value is None:
@@ -130,7 +132,7 @@ def check_fingerprint(folder: Path, contract: WiringContract) -> list[Problem]:
     """What is wrong with the fingerprint beside a checkpoint's contract, if there is one."""
     path = folder / FINGERPRINT_FILE
     try:
-        if path.is_file():
+        if os.path.lexists(path):
             Fingerprint.from_dict(read_json(path, "a fingerprint"), contract, str(path))
     except ProblemsError as error:
         return list(error.problems)
@@ -169,16 +171,19 @@ def _value_problems(value: Mapping[str, Any], contract: WiringContract, where: s
         problems.append(Problem(where, "fingerprint.value", "sample is not a name", _FIX))
     if problems or not isinstance(value["states"], dict):
         return problems or [Problem(where, "fingerprint.value", "states is not an object", _FIX)]
-    known = {str(index) for index in range(EMBEDDING, contract.num_hidden_layers)} | {LAST}
     needed = {str(index) for index in contract.output_indices} | {LAST}
     for name in sorted(needed | value["states"].keys()):
-        if name not in value["states"] or name not in known:
+        if name not in value["states"] or not (name == LAST or _is_layer(name, contract.num_hidden_layers)):
             message = f"states has no {name!r}" if name in needed else f"states has {name!r}, no layer of the target"
             problems.append(Problem(where, "fingerprint.value", message, _FIX))
         elif not _are_rows(value["states"][name], len(value["positions"]), len(value["channels"])):
             message = f"states {name!r} are not {len(value['positions'])} rows of {len(value['channels'])} numbers"
             problems.append(Problem(where, "fingerprint.value", message, _FIX))
     return problems
+
+
+def _is_layer(name: str, num_hidden_layers: int) -> bool:
+    return re.fullmatch("-1|0|[1-9][0-9]{0,9}", name) is not None and int(name) < num_hidden_layers
 
 
 def _are_ints(value: object, end: int) -> bool:

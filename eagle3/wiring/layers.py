@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from eagle3.wiring.engines import EngineIds
 
 EMBEDDING = -1
+LARGEST_SIZE = 2**31 - 1
+A_SIZE = f"a whole number from 1 to {LARGEST_SIZE}"
 
 
 def is_int(value: object) -> bool:
     """True for whole numbers that are not bools."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_size(value: object, largest: int = LARGEST_SIZE) -> bool:
+    """True for whole numbers that a width or a count can be."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest
 
 
 def to_boundary(output_index: int) -> int:
@@ -45,8 +52,8 @@ def check_output_indices(
     Kinds: `layers.type`, `layers.negative` (other than an explicit -1), `layers.out_of_range`, `layers.duplicate`,
     `layers.unsorted`, `layers.count`. It does not prove that the drafter was trained on these layers.
     """
-    if not is_int(num_hidden_layers) or num_hidden_layers < 1:
-        message = f"num_hidden_layers is {num_hidden_layers!r}, expected a whole number above 0"
+    if not is_size(num_hidden_layers):
+        message = f"num_hidden_layers is {num_hidden_layers!r}, expected {A_SIZE}"
         return [Problem(where, "layers.type", message, "read it from the target's config.json")]
     if not isinstance(values, list | tuple) or not all(is_int(value) for value in values):
         message = f"is {values!r}, expected a list of whole numbers"

@@ -7,7 +7,6 @@ back zeros or garbage for bytes that are not there.
 from __future__ import annotations
 
 import array
-import json
 import sys
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
+from eagle3.files import parse_json, readable
 from eagle3.wiring.layers import is_int
 
 _DTYPES_BY_BYTES = {
@@ -26,6 +26,7 @@ _DTYPES_BY_BYTES = {
 DTYPE_BYTES = {dtype: size for size, dtypes in _DTYPES_BY_BYTES.items() for dtype in dtypes}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+_MOST_SIZES = 64
 _RESTORE = "copy or export the file again"
 _ARRAY_CODES = {"I64": "q", "I32": "i", "U8": "B", "BOOL": "B"}
 
@@ -54,15 +55,16 @@ def read_header(path: Path) -> Header:
     """Reads and checks the header of a safetensors file.
 
     Raises:
-        ProblemsError: kinds `file.missing`, `safetensors.pickle` (a torch.save or pickle file),
+        ProblemsError: kinds `file.missing`, `file.unreadable`, `safetensors.pickle` (a torch.save or pickle file),
             `safetensors.lfs_pointer` (a clone without its large files), `safetensors.format` (anything else),
             `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`, `safetensors.truncated`,
             `safetensors.too_long`.
     """
-    if not path.is_file():
-        raise problem_error(str(path), "file.missing", "no such file (a safetensors file)", "check the path")
-    file_bytes = path.stat().st_size
-    with open(path, "rb") as handle:
+    with readable(path):
+        if not path.is_file():
+            raise problem_error(str(path), "file.missing", "no such file (a safetensors file)", "check the path")
+        file_bytes = path.stat().st_size
+    with readable(path), open(path, "rb") as handle:
         start = handle.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little")
         if length > _MAX_HEADER_BYTES or len(start) < _LENGTH_BYTES:
@@ -94,7 +96,7 @@ def read_int_tensor(path: Path, name: str) -> list[int]:
         message = f"{name} is {info.dtype}, expected one of {', '.join(_ARRAY_CODES)}"
         raise problem_error(str(path), "safetensors.not_integer", message, _RESTORE)
     values = array.array(_ARRAY_CODES[info.dtype])
-    with open(path, "rb") as handle:
+    with readable(path), open(path, "rb") as handle:
         handle.seek(header.data_start + info.begin)
         values.frombytes(handle.read(info.end - info.begin))
     if sys.byteorder == "big":
@@ -114,13 +116,8 @@ def _not_safetensors(path: Path, start: bytes, file_bytes: int) -> ProblemsError
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a name is listed twice")
-        return dict(pairs)
-
     try:
-        entries = json.loads(raw, object_pairs_hook=unique)
+        entries = parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
         message = f"its header is not valid JSON: {error}"
         raise problem_error(str(path), "safetensors.format", message, _RESTORE) from None
@@ -134,7 +131,7 @@ def _tensors(path: Path, entries: dict[str, Any]) -> dict[str, TensorInfo]:
     for name, entry in entries.items():
         info = _tensor(entry)
         if info is None:
-            message = f"{name} has no usable dtype, shape and data_offsets: {entry!r}"
+            message = f"{name} has no usable dtype, shape and data_offsets: {entry!r:.200}"
             problems.append(Problem(str(path), "safetensors.entry", message, _RESTORE))
         else:
             tensors[name] = info
@@ -154,7 +151,11 @@ def _tensor(entry: Any) -> TensorInfo | None:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(is_int(item) and item >= 0 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_SIZES
+        and all(is_int(item) and 0 <= item < 2**63 for item in value)
+    )
 
 
 def _layout_problems(path: Path, header: Header) -> list[Problem]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import digest_json, read_json_object
-from eagle3.wiring.layers import is_int
+from eagle3.files import digest_json, read_json_object, readable
+from eagle3.wiring.layers import A_SIZE, is_size
 
 CONFIG_FILE = "config.json"
+LARGEST_FACTOR = 1_000_000  # of a context's extension; Kimi's is 64
 
 # config.json's `model_type` -> family, as the engines' model classes group them.
 _FAMILIES = {
@@ -137,7 +138,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def served_context(config: Mapping[str, Any]) -> int:
-    """The context length that SGLang derives from a text config, in tokens.
+    """The context length that SGLang derives from a text config (with a sound length), in tokens.
 
     Source: `sglang/srt/utils/hf_transformers/common.py`, `get_context_length`: `max_position_embeddings`, times the
     rope factor unless the scaling is llama3 or says what the original length was.
@@ -147,7 +148,7 @@ def served_context(config: Mapping[str, Any]) -> int:
     if not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
         return length
     factor = scaling.get("factor", 1)
-    if scaling.get("rope_type") == "llama3" or not isinstance(factor, int | float):
+    if scaling.get("rope_type") == "llama3" or not isinstance(factor, int | float) or not 0 < factor <= LARGEST_FACTOR:
         return length
     return int(factor * length)
 
@@ -171,7 +172,9 @@ def target_facts(name_or_path: str | Path) -> TargetFacts:
     if name.lower() in KNOWN_TARGETS:
         return KNOWN_TARGETS[name.lower()]
     path = Path(name_or_path)
-    if not path.exists():
+    with readable(path):
+        exists = path.exists()
+    if not exists:
         message = f"{name!r} is neither a known target ({', '.join(KNOWN_TARGETS)}) nor a folder"
         raise problem_error("target", "target.unknown", message, "give the folder that holds its config.json")
     folder = path if path.is_dir() else path.parent
@@ -183,9 +186,9 @@ def facts_from_config(config: Mapping[str, Any], name: str, where: str) -> Targe
     text = text_config(config)
     fields = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
     raise_problems(
-        Problem(where, "target.config", f"{key} is {text.get(key)!r}, expected a whole number above 0", "correct it")
+        Problem(where, "target.config", f"{key} is {text.get(key)!r}, expected {A_SIZE}", "correct it")
         for key in fields
-        if not is_int(text.get(key)) or text[key] < 1
+        if not is_size(text.get(key))
     )
     family = family_of_model_type(str(config.get("model_type")))
     return TargetFacts(

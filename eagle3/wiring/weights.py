@@ -5,6 +5,7 @@ Only headers are read. What is no safetensors at all, or not all there, is one n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,9 @@ def read_weights(folder: Path) -> Weights:
         ProblemsError: kinds `checkpoint.incomplete`, `checkpoint.pickle`, `checkpoint.no_weights`,
             `checkpoint.index`, `safetensors.*`, `file.*`.
     """
-    if (folder / WEIGHTS_FILE).exists():
+    if os.path.lexists(folder / WEIGHTS_FILE):
         return _merged({folder / WEIGHTS_FILE: None})
-    if (folder / INDEX_FILE).exists():
+    if os.path.lexists(folder / INDEX_FILE):
         return _merged(_shards(folder, read_json_object(folder / INDEX_FILE, "an index of safetensors files")))
     if partial := sorted(path.name for path in folder.rglob("*.incomplete")):
         message = f"is half a download: {len(partial)} unfinished files, e.g. {partial[0]}"

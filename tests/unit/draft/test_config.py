@@ -168,3 +168,10 @@ def test_fault_20_fields_are_never_dropped_in_silence() -> None:
 def test_ttt_settings_refuse_what_cannot_be(values: dict[str, object]) -> None:
     with pytest.raises(ProblemsError, match=f"draft.ttt.{next(iter(values))}"):
         TTTSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": {}}, {"type": ["linear"]}, "linear", [1], 3])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_rope_of_the_wrong_json_type_is_a_problem(key: str, scaling: object) -> None:
+    with pytest.raises(ProblemsError, match=r"draft\.rope\."):
+        RopeConfig.from_hf({"rope_theta": 10000.0, key: scaling})
