@@ -40,10 +40,11 @@ TESTS = "tests/unit/wiring"
 SLOWEST = ("test_checks.py", "test_fingerprint.py")
 # Modules that no other test file reaches; of the slow one, what is quick comes first.
 FINGERPRINT = (("test_fingerprint.py", "-k", "not kimi and not qwen3 and not smollm2"), ("test_fingerprint.py",))
+FROZEN = ("test_public_api.py", "-k", "frozen")
 ONLY_TESTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "diagnosis.py": (("test_probe_report.py",), *FINGERPRINT),
-    "probe_report.py": (("test_probe_report.py",),),
-    "fingerprint.py": FINGERPRINT,
+    "diagnosis.py": (("test_diagnosis.py",), ("test_probe_report.py",), FROZEN, *FINGERPRINT),
+    "probe_report.py": (("test_probe_report.py",), FROZEN),
+    "fingerprint.py": (("test_measure.py",), *FINGERPRINT),
 }
 SECONDS = 240
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

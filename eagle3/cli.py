@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -24,7 +25,7 @@ from eagle3.config import (
     field_help,
     load_config,
 )
-from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem, problem_error
+from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem, ProblemsError, problem_error
 
 EXIT_INTERRUPTED = 130
 
@@ -66,6 +67,20 @@ def main(args: Sequence[str] | None = None) -> None:
         problem = Problem(str(error.filename or "disk"), "disk.error", error.strerror or str(error), "check this path")
         print(f"eagle3: {problem}", file=sys.stderr)
         sys.exit(EXIT_PROBLEMS)
+
+
+@contextmanager
+def _problems_as(as_json: bool) -> Iterator[None]:
+    """With `--json`, problems that end a command are its report, on stdout; see docs/schemas/problems.schema.json."""
+    try:
+        yield
+    except ProblemsError as error:
+        if not as_json:
+            raise
+        from eagle3.wiring.report import render_json
+
+        print(render_json(error.problems))
+        raise typer.Exit(EXIT_PROBLEMS) from None
 
 
 def _epilog(model: type[Section]) -> str:
@@ -193,7 +208,8 @@ def wiring_explain(
     """What each engine and version calls these layers."""
     from eagle3.wiring.report import explain, render_explain
 
-    print(render_explain(explain(target, layers), as_json=as_json, sources=sources))
+    with _problems_as(as_json):
+        print(render_explain(explain(target, layers), as_json=as_json, sources=sources))
 
 
 @wiring_app.command("check")
@@ -214,15 +230,16 @@ def wiring_check(
     from eagle3.wiring.layers import parse_layers
     from eagle3.wiring.report import exit_code, render_json, render_text
 
-    problems = check_checkpoint(
-        checkpoint,
-        dataset=dataset,
-        target=target,
-        engine=engine,
-        engine_version=engine_version,
-        layers=parse_layers(layers) if layers is not None else None,
-        cuda_graphs=cuda_graphs,
-    )
+    with _problems_as(as_json):
+        problems = check_checkpoint(
+            checkpoint,
+            dataset=dataset,
+            target=target,
+            engine=engine,
+            engine_version=engine_version,
+            layers=parse_layers(layers) if layers is not None else None,
+            cuda_graphs=cuda_graphs,
+        )
     print((render_json if as_json else render_text)(problems))
     if not problems and not as_json:
         print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
@@ -248,18 +265,19 @@ def wiring_probe(
     """What each slot of a store, or of a running server, really holds; exit code 0 or 2."""
     from eagle3.wiring.report import exit_code
 
-    if (target is None) == (server is None):
-        fix = "give one: the target, to check a store, or the server, to check how it feeds the drafter"
-        raise problem_error("wiring probe", "probe.what", "needs either --target or --server", fix)
-    if server is not None:
-        from eagle3.serve.server_probe import probe_server
+    with _problems_as(as_json):
+        if (target is None) == (server is None):
+            fix = "give one: the target, to check a store, or the server, to check how it feeds the drafter"
+            raise problem_error("wiring probe", "probe.what", "needs either --target or --server", fix)
+        if server is not None:
+            from eagle3.serve.server_probe import probe_server
 
-        report = probe_server(path, server, api_key=api_key)
-    else:
-        from eagle3.target.probe import probe_dataset
+            report = probe_server(path, server, api_key=api_key)
+        else:
+            from eagle3.target.probe import probe_dataset
 
-        assert target is not None
-        report = probe_dataset(path, target, samples, engine, last=not skip_last, device=device)
+            assert target is not None
+            report = probe_dataset(path, target, samples, engine, last=not skip_last, device=device)
     print(report.render(as_json))
     raise typer.Exit(exit_code(report.problems))
 

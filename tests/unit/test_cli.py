@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from eagle3.cli import main
@@ -126,3 +127,24 @@ def test_tiny_kimi_on_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[s
         assert "disk.full" in err
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("layers.type", ("check", "/nowhere", "--layers", "two")),
+        ("target.unknown", ("explain", "--target", "nobody", "--layers", "2")),
+        ("probe.what", ("probe", "/nowhere")),
+        ("file.missing", ("probe", "/nowhere", "--target", "/nowhere")),
+        ("file.missing", ("probe", "/nowhere", "--server", "http://localhost:1")),
+    ],
+)
+def test_what_a_command_stops_at_is_json_too(
+    capsys: pytest.CaptureFixture[str], kind: str, args: tuple[str, ...]
+) -> None:
+    code, out, _ = run(capsys, "wiring", *args, "--json")
+
+    assert code == 2
+    schema = Path(__file__).parents[2] / "docs/schemas/problems.schema.json"
+    jsonschema.validate(json.loads(out), json.loads(schema.read_text(encoding="utf-8")))
+    assert json.loads(out)["problems"][0]["kind"] == kind
