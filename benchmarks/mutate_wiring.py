@@ -154,16 +154,22 @@ def apply(node: ast.AST, place: int) -> None:
 
 
 def survives(mutant: Mutant, copy_root: Path) -> bool:
-    """Whether the tests pass with this mutant in place; they run in a fork, which has torch and pytest loaded."""
+    """Whether the tests pass with this mutant in place."""
     path = copy_root / ROOM / mutant.file
     original = path.read_text(encoding="utf-8")
     path.write_text(mutant.source(original), encoding="utf-8")
+    alive = passes(mutant.file, copy_root)
+    path.write_text(original, encoding="utf-8")
+    return alive
+
+
+def passes(file: str, copy_root: Path) -> bool:
+    """Whether the tests of a file pass; they run in a fork, which has torch and pytest loaded."""
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
-        os._exit(run_tests(staged_tests(mutant, copy_root), copy_root))
+        os._exit(run_tests(staged_tests(file, copy_root), copy_root))
     _, status = os.waitpid(child, 0)
-    path.write_text(original, encoding="utf-8")
     return status == 0
 
 
@@ -179,12 +185,12 @@ def run_tests(stages: list[list[str]], copy_root: Path) -> int:
     return 0
 
 
-def staged_tests(mutant: Mutant, copy_root: Path) -> list[list[str]]:
-    """All test files that can notice it, with options: the module's own first and the slowest last."""
-    own = f"test_{mutant.file}"
+def staged_tests(file: str, copy_root: Path) -> list[list[str]]:
+    """All test files that can notice a mutant of a file, with options: its own first and the slowest last."""
+    own = f"test_{file}"
     files = sorted(path.name for path in (copy_root / TESTS).glob("test_*.py"))
     others = sorted((name for name in files if name != own), key=SLOWEST.__contains__)
-    stages = ONLY_TESTS.get(mutant.file, [[own], others] if own in files else [others])
+    stages = ONLY_TESTS.get(file, [[own], others] if own in files else [others])
     return [[f"{TESTS}/{part}" if part.endswith(".py") else part for part in stage] for stage in stages]
 
 
@@ -214,6 +220,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = copied(Path(folder))
             sys.dont_write_bytecode = True
+            for file in {mutant.file for mutant in todo[: args.sample]}:
+                assert passes(file, root), f"the tests of {file} do not pass as it is"
             for mutant in todo[: args.sample]:
                 if mutant.name not in known:
                     known[mutant.name] = survives(mutant, root)

@@ -86,6 +86,11 @@ class SglangClient:
             )
         except httpx.InvalidURL as error:
             raise problem_error(self.url, "server.down", f"is no address: {error}", START) from None
+        except UnicodeEncodeError:
+            message = "cannot be sent this API key: it holds other than ASCII letters"
+            raise problem_error(self.url, "server.refused", message, api_key_hint) from None
+        if not self._http.base_url.host:
+            raise problem_error(self.url, "server.down", "is no address: it names no host", START)
 
     def __enter__(self) -> Self:
         return self
@@ -142,10 +147,13 @@ class SglangClient:
         if not returned:
             raise problem_error(self.url, "server.no_states", "answers without hidden states", ENABLE)
         try:
-            rows = np.asarray(returned[0], dtype=np.float32)  # much faster than torch.tensor
-        except (TypeError, ValueError) as error:
+            with np.errstate(over="ignore"):
+                rows = np.asarray(returned[0], dtype=np.float32)  # much faster than torch.tensor
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             message = f"answers with hidden states of another form: {error}"
             raise problem_error(self.url, "server.no_states", message, "report the server's version") from None
+        if not rows.size:
+            raise problem_error(self.url, "server.no_states", "answers with no state of any token", ENABLE)
         return torch.from_numpy(rows.reshape(-1, rows.shape[-1]) if rows.ndim else rows.reshape(1, 1))
 
     def _send(self, method: str, path: str, request: Mapping[str, Any] | None = None) -> httpx.Response:

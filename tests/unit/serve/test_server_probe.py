@@ -213,7 +213,7 @@ def test_a_server_that_is_down_is_one_clear_error(store: Path) -> None:
     assert error.value.problems[0].kind == "server.down"
 
 
-@pytest.mark.parametrize("url", ["http://[", "http://a:b:c", "http://server:999999"])
+@pytest.mark.parametrize("url", ["http://[", "http://a:b:c", "http://server:999999", "://", "http://", ""])
 def test_an_address_that_is_none_is_one_clear_error(store: Path, url: str) -> None:
     with pytest.raises(ProblemsError) as error:
         probe_server(store, url)
@@ -269,7 +269,12 @@ def test_states_of_another_width_are_one_clear_error(store: Path, server: FakeSg
 
 
 @pytest.mark.parametrize(
-    "meta", [None, {}, {"hidden_states": []}, {"hidden_states": ["x"]}, {"hidden_states": [[[1.0], [1.0, 2.0]]]}]
+    "meta",
+    [
+        *(None, {}, {"hidden_states": []}, {"hidden_states": ["x"]}, {"hidden_states": [[[1.0], [1.0, 2.0]]]}),
+        *({"hidden_states": {"a": 1}}, {"hidden_states": [[]]}, {"hidden_states": [[[]]]}),
+        *({"hidden_states": True}, {"hidden_states": [[[10**400]]]}),
+    ],
 )
 def test_an_answer_without_usable_states_is_one_clear_error(store: Path, meta: object) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
@@ -308,6 +313,8 @@ def test_an_api_key_is_sent_and_asked_for(store: Path, server: FakeSglang) -> No
         return server(request)
 
     assert refused(store, answer).fix == "give it with --api-key"
+    with pytest.raises(ProblemsError, match=r"server\.refused"):
+        probe_server(store, URL, api_key="geheim-\u00fc\u7ebf", transport=httpx.MockTransport(answer))
     report = probe_server(store, URL, api_key="secret", transport=httpx.MockTransport(answer))
     assert report.problems == []
 
