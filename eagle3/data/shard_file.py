@@ -59,7 +59,7 @@ class ShardFile:
         )
         self._ends = list(accumulate(len(sample.input_ids) for sample in samples))
         self.tokens = self._ends[-1]
-        self._filled: dict[StateKey, int] = dict.fromkeys([*contract.output_indices, "last"], 0)
+        self._claimed: dict[StateKey, int] = dict.fromkeys([*contract.output_indices, "last"], 0)
         layout = shard_layout(contract, self.tokens)
         header = file_header(layout, header_metadata(sample_info(sample) for sample in samples))
         with explained_os_errors(self._temporary):
@@ -73,32 +73,59 @@ class ShardFile:
         self._tensors["loss_mask"].copy_(torch.tensor(mask, dtype=torch.bool))
 
     def put(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
-        """Takes rows `begin` ... of one slot: states [n, H] in the store's type, on the CPU. Rows come in order.
+        """Takes rows `begin` ... of one slot; see `claim` and `write`."""
+        self.claim(key, begin, len(states))
+        self.write(key, begin, states)
+
+    def claim(self, key: StateKey, begin: int, count: int) -> bool:
+        """Announces the next rows of one slot, which come in order; whether they are its last.
 
         Raises:
-            ProblemsError: a row is missing or comes twice, or is not finite (its sample is named).
+            ProblemsError: a row is missing or comes twice.
         """
-        if begin != self._filled[key] or begin + len(states) > self.tokens:
-            message = f"rows {begin} to {begin + len(states)} of {_said(key)} came, row {self._filled[key]} was next"
+        if begin != self._claimed[key] or begin + count > self.tokens:
+            message = f"rows {begin} to {begin + count} of {_said(key)} came, row {self._claimed[key]} was next"
             raise problem_error(str(self.path), "capture.rows", message, _ENGINE_FIX)
-        self._check_finite(key, begin, states)
+        self._claimed[key] += count
+        return self._claimed[key] == self.tokens
+
+    def write(self, key: StateKey, begin: int, states: torch.Tensor, sums: torch.Tensor | None = None) -> None:
+        """Writes announced rows; several threads may, in any order.
+
+        Args:
+            states: [n, H] in the store's type, on the CPU.
+            sums: [n], of each row in float32, if they are known.
+
+        Raises:
+            ProblemsError: a row is not finite (its sample is named).
+        """
+        self._check_finite(key, begin, states, states.sum(dtype=torch.float32) if sums is None else sums)
         self._slot(key)[begin : begin + len(states)] = states
-        self._filled[key] += len(states)
-        if self._filled[key] == self.tokens:
-            self._sync()  # a slot at a time, so that little is left at the end
+
+    def sync(self) -> None:
+        """Waits until what is written is on disk.
+
+        Raises:
+            ProblemsError: the disk is full after all, or another failure of it.
+        """
+        with explained_os_errors(self.path), open(self._temporary, "rb+") as handle:
+            os.fsync(handle.fileno())
 
     def close(self) -> None:
-        """Gives the file its final name; it is whole and on disk then; the manifest is yet to list it.
+        """Syncs the file and gives it its final name; it is whole then, but the manifest is yet to list it.
+
+        All that was announced must be written.
 
         Raises:
             ProblemsError: a slot lacks rows, and nothing is left; or the disk is full.
         """
-        missing = {key: rows for key, rows in self._filled.items() if rows < self.tokens}
+        missing = {key: rows for key, rows in self._claimed.items() if rows < self.tokens}
         if missing:
             self.discard()
             said = ", ".join(f"{_said(key)} has {rows}" for key, rows in missing.items())
             message = f"has {self.tokens} tokens, but {said} rows"
             raise problem_error(str(self.path), "capture.rows", message, _ENGINE_FIX)
+        self.sync()
         with explained_os_errors(self.path):
             self._temporary.replace(self.path)
             sync_folder(self.path.parent)
@@ -109,10 +136,6 @@ class ShardFile:
         self._tensors.clear()
         self._temporary.unlink(missing_ok=True)
 
-    def _sync(self) -> None:
-        with explained_os_errors(self.path), open(self._temporary, "rb+") as handle:
-            os.fsync(handle.fileno())
-
     def _slot(self, key: StateKey) -> torch.Tensor:
         """[T, H] of the mapped file."""
         if key == "last":
@@ -120,9 +143,9 @@ class ShardFile:
         slots = self._tensors["aux_hidden_states"].split(self._contract.hidden_size, dim=1)
         return slots[self._contract.output_indices.index(key)]
 
-    def _check_finite(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
+    def _check_finite(self, key: StateKey, begin: int, states: torch.Tensor, sums: torch.Tensor) -> None:
         # A sum is finite only if every term is; where it is not, a large sum may still be of finite terms.
-        if torch.isfinite(states.sum(dtype=torch.float32)) or torch.isfinite(states).all():
+        if torch.isfinite(sums).all() or torch.isfinite(states).all():
             return
         row = begin + int((~torch.isfinite(states).all(dim=1)).nonzero()[0])
         name = next(sample.id for sample, end in zip(self.samples, self._ends, strict=True) if row < end)

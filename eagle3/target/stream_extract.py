@@ -35,7 +35,7 @@ from eagle3.target.stream_plan import (
     scratch_folder,
     settle_sizes,
 )
-from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, copier
+from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, blocks_waiting, stager
 from eagle3.wiring.fingerprint_file import Fingerprint
 
 _HASHERS = 4
@@ -122,7 +122,7 @@ def _open_store(given: ExtractPlan, stream: StreamPlan, engine: StreamedEngine) 
 def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -> int:
     """Walks this process's chunks that lack a shard; returns how many samples were added."""
     work = missing_shards(stream.share, store.manifest())
-    process, copy = stream.process, copier(engine.device)
+    process, stage, most_waiting = stream.process, stager(engine.device), blocks_waiting()
     label = "extract" if process.count == 1 else f"extract ({process.index} of {process.count})"
     with (
         progress(label, sum(stream.tokens(chunk) for chunk, _ in work), "tokens") as advance,
@@ -132,7 +132,7 @@ def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -
             batch = [stream.plan.samples[index].input_ids for index in chunk.samples]
             with (
                 _walked(stream, chunk, shards) as (parts, rows),
-                ShardSink(parts, stream.plan.contract, copy, rows) as sink,
+                ShardSink(parts, stream.plan.contract, stage, rows, most_waiting) as sink,
             ):
                 engine.walk(batch, sink, _whole_steps(advance, sink.check, listing.check))
             listing.add([part.file for part in parts], None if rows is None else rows.fingerprint())

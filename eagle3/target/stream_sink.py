@@ -1,4 +1,7 @@
-"""Where a walk's states go: into the shards of its chunk, written by a thread, so that the walk need not wait.
+"""Where a walk's states go: into the shards of its chunk, written by threads, so that the walk need not wait.
+
+A captured layer's states come in a burst, gigabytes in about a second; they wait in host memory, within a bound, for
+the disk, which has until the next captured layer.
 
 Legend: H target hidden, n rows of a piece, P positions and C channels of a fingerprint.
 """
@@ -9,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Self
 
+import psutil
 import torch
 
 from eagle3.data.shard_file import ShardFile, StateKey
@@ -18,8 +23,10 @@ from eagle3.data.store_fingerprint import FingerprintPlace, neighbours, stored_r
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
-_AHEAD = 2
-"""Pieces on their way to the disk; on a GPU each has a pinned buffer."""
+_WRITERS = 4
+_BLOCK_BYTES = 64 << 20
+_MOST_WAITING = 8 << 30
+_SHARE_OF_HOST = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -61,101 +68,162 @@ class FingerprintRows:
         return self._place.fingerprint({index: rows[index] for index in rows if index != "last"}, last)
 
 
+@dataclass(frozen=True)
+class Staged:
+    """Rows on their way to the CPU.
+
+    Attributes:
+        arrived: waits for them; rows [n, H] and, if they are known, their sums [n].
+        release: gives their memory back.
+    """
+
+    arrived: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    release: Callable[[], None] = lambda: None
+
+
+Stage = Callable[[torch.Tensor], Staged]
+
+
 class ShardSink:
     """A `StateSink`. A context manager: at its end every row is in its shard, or the first error is raised.
 
     Args:
         parts: the shards to fill; rows of the chunk between them are already in the store.
         contract: of the store.
-        copy: from the engine's device to the CPU, see `copier`.
+        stage: how rows come to the CPU, see `stager`.
         fingerprint: what picks the store's fingerprint, if this chunk makes it.
+        most_waiting: blocks of 64 MiB that may wait for the disk.
     """
 
     def __init__(
-        self, parts: Sequence[Part], contract: WiringContract, copy: Copy, fingerprint: FingerprintRows | None = None
+        self,
+        parts: Sequence[Part],
+        contract: WiringContract,
+        stage: Stage,
+        fingerprint: FingerprintRows | None = None,
+        most_waiting: int = 2,
     ) -> None:
         self.keys: frozenset[StateKey] = frozenset([*contract.output_indices, "last"])
         self._stored = self.keys
         self._parts = parts
         self._dtype: torch.dtype = getattr(torch, contract.dtype)
-        self._copy = copy
+        self._block_rows = max(_BLOCK_BYTES // (contract.hidden_size * self._dtype.itemsize), 1)
+        self._stage = stage
+        self._most_waiting = most_waiting
         self._fingerprint = fingerprint
         if fingerprint is not None:
             self.keys |= fingerprint.keys
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="states")
-        self._pending: deque[Future[None]] = deque()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="states")
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._writes: deque[tuple[Future[None], list[ShardFile]]] = deque()
+        self._syncs: deque[Future[None]] = deque()
 
     def put(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
         """See `StateSink.put`. Waits while the disk is behind.
 
         Raises:
-            ProblemsError: an earlier piece could not be written.
+            ProblemsError: rows are missing, repeated or not finite, or earlier ones could not be written.
         """
         if self._fingerprint is not None:
             self._fingerprint.take(key, begin, states)
         if key in self._stored:
-            if len(self._pending) == _AHEAD:
-                self._pending.popleft().result()
-            # a copy of its own: `states` is the engine's again when this returns
-            rows = self._copy(states.to(self._dtype, copy=True))
-            self._pending.append(self._pool.submit(self._write, key, begin, rows))
+            for rows in states.split(self._block_rows):
+                self._send(key, begin, rows)
+                begin += len(rows)
 
     def check(self) -> None:
-        """Raises what went wrong with a piece, if anything did so far."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
+        """Raises what went wrong so far, if anything did."""
+        while self._writes and self._writes[0][0].done():
+            self._settle()
+        while self._syncs and self._syncs[0].done():
+            self._syncs.popleft().result()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
+        self._writers.shutdown(cancel_futures=kind is not None)
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            self._syncer.shutdown(cancel_futures=kind is not None)
         if kind is None:
             self.check()
 
-    def _write(self, key: StateKey, begin: int, arrived: Callable[[], torch.Tensor]) -> None:
-        rows = arrived()
+    def _send(self, key: StateKey, begin: int, rows: torch.Tensor) -> None:
+        """Hands a block to the writers; a slot that it completes is synced when all of it is written."""
+        pieces = []
         for part in self._parts:
             first, end = max(part.begin, begin), min(part.end, begin + len(rows))
             if first < end:
-                part.file.put(key, first - part.begin, rows[first - begin : end - begin])
+                pieces.append((part.file, first - part.begin, slice(first - begin, end - begin)))
+        if not pieces:
+            return
+        complete = [file for file, at, place in pieces if file.claim(key, at, place.stop - place.start)]
+        while len(self._writes) >= self._most_waiting:
+            self._settle()
+        # a copy of its own: `rows` are the engine's again when this returns
+        staged = self._stage(rows.to(self._dtype, copy=True))
+
+        def write() -> None:
+            arrived, sums = staged.arrived()
+            for file, at, place in pieces:
+                file.write(key, at, arrived[place], None if sums is None else sums[place])
+            staged.release()
+
+        self._writes.append((self._writers.submit(write), complete))
+
+    def _settle(self) -> None:
+        """Waits for the oldest block."""
+        write, complete = self._writes.popleft()
+        write.result()
+        self._syncs.extend(self._syncer.submit(file.sync) for file in complete)
 
 
-Copy = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Begins to copy rows to the CPU; what comes back waits for them."""
+def blocks_waiting() -> int:
+    """How many blocks may wait for the disk on this machine, as its memory is now."""
+    share = int(psutil.virtual_memory().available * _SHARE_OF_HOST)
+    return max(min(_MOST_WAITING, share) // _BLOCK_BYTES, 2)
 
 
-def copier(device: torch.device) -> Copy:
-    """How rows of this device come to the CPU; for one sink at a time."""
-    return _PinnedCopies(device).begin if device.type == "cuda" else _already_there
+def stager(device: torch.device) -> Stage:
+    """How rows of this device come to the CPU."""
+    return _Pinned(device).stage if device.type == "cuda" else _already_there
 
 
-def _already_there(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: rows.cpu()
+def _already_there(rows: torch.Tensor) -> Staged:
+    return Staged(lambda: (rows.cpu(), None))
 
 
-class _PinnedCopies:
-    """Copies through pinned buffers, on a stream of their own, beside the walk's kernels."""
+class _Pinned:
+    """Copies through pinned buffers, on a stream of its own, beside the walk's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * _AHEAD)
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
 
-    def begin(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        buffer = self._buffers.popleft()
-        if buffer.nbytes < rows.nbytes:
-            buffer = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
-        self._buffers.append(buffer)
-        host = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+    def stage(self, rows: torch.Tensor) -> Staged:
+        buffer = self._buffer(max(rows.nbytes, _BLOCK_BYTES))
+        states = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        sums = torch.empty(len(rows), dtype=torch.float32, pin_memory=True)
         arrived = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
-            host.copy_(rows, non_blocking=True)
+            states.copy_(rows, non_blocking=True)
+            sums.copy_(rows.sum(dim=1, dtype=torch.float32), non_blocking=True)
             arrived.record()
         rows.record_stream(self._stream)
 
-        def wait() -> torch.Tensor:
+        def wait() -> tuple[torch.Tensor, torch.Tensor]:
             arrived.synchronize()
-            return host
+            return states, sums
 
-        return wait
+        return Staged(wait, lambda: self._free.put(buffer))
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        try:
+            buffer = self._free.get_nowait()
+        except Empty:
+            buffer = torch.empty(0, dtype=torch.uint8)
+        return buffer if buffer.nbytes >= size else torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3.data.shard_file import StateKey
-from eagle3.target.stream_sink import Part, ShardSink, copier
+from eagle3.target.stream_sink import Part, ShardSink, stager
 from tests.unit.data.cases import HIDDEN, contract
 
 pytestmark = pytest.mark.gpu
@@ -18,8 +18,12 @@ class Rows:
     def __init__(self, rows: int) -> None:
         self.states = torch.full((rows, HIDDEN), float("nan"))
 
-    def put(self, key: StateKey, begin: int, rows: torch.Tensor) -> None:
-        assert rows.device.type == "cpu"
+    def claim(self, key: StateKey, begin: int, count: int) -> bool:
+        return False
+
+    def write(self, key: StateKey, begin: int, rows: torch.Tensor, sums: torch.Tensor) -> None:
+        assert rows.device.type == sums.device.type == "cpu"
+        assert torch.allclose(sums, rows.sum(dim=1))
         self.states[begin : begin + len(rows)] = rows
 
 
@@ -27,7 +31,7 @@ def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() 
     sizes = [70_000, 1, 130_000, 40_000] * 8
     shard = Rows(sum(sizes))
     matrix = torch.randn(4096, 4096, device="cuda")
-    with ShardSink([Part(0, sum(sizes), shard)], contract(dtype="float32"), copier(matrix.device)) as sink:  # type: ignore[arg-type]
+    with ShardSink([Part(0, sum(sizes), shard)], contract(dtype="float32"), stager(matrix.device)) as sink:  # type: ignore[arg-type]
         begin = 0
         piece = torch.empty(max(sizes), HIDDEN, device="cuda")
         for size in sizes:

@@ -151,15 +151,16 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_during_the_walk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file system does not keep what it promised, the sync of a slot says so."""
+    """Where a file system does not keep what it promised, the sync says so."""
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     shard = opened(tmp_path)
     monkeypatch.setattr(os, "fsync", full)
+    fill(shard, 4)
     with pytest.raises(ProblemsError, match="No space left on device") as error:
-        fill(shard, 4)
+        shard.close()
     assert kinds(error.value) == ["disk.full"]
     shard.discard()
     assert list(tmp_path.iterdir()) == []

@@ -359,7 +359,7 @@ def test_a_disk_that_fails_in_the_walk_stops_it_with_one_error(
         time.sleep(0.02)
 
     fake.before_put = slowly
-    monkeypatch.setattr(shard_file.ShardFile, "put", full)
+    monkeypatch.setattr(shard_file.ShardFile, "write", full)
     section = cfg.stream.model_copy(update={"micro_tokens": micro})
     with pytest.raises(ProblemsError, match="No space left on device") as error:
         fake.run(cfg.model_copy(update={"stream": section}))

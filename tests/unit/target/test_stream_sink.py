@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -14,10 +14,11 @@ from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store_fingerprint import fingerprint_place, make_fingerprint
 from eagle3.data.store_format import shard_name
 from eagle3.errors import ProblemsError, problem_error
-from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, copier
+from eagle3.target import stream_sink
+from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, Staged, blocks_waiting, stager
 from tests.unit.data.cases import HIDDEN, contract, sample, writer
 
-COPY = copier(torch.device("cpu"))
+STAGE = stager(torch.device("cpu"))
 SAMPLES = [sample(f"s{number}", tokens=5 + number, start=number) for number in range(4)]
 ENDS = (11, 26)
 KEYS: tuple[StateKey, ...] = (1, 3, 4, "last")
@@ -50,10 +51,15 @@ def walk(sink: ShardSink, step: int, keys: tuple[StateKey, ...] = KEYS) -> None:
             piece.fill_(float("nan"))
 
 
+@pytest.mark.parametrize("block_bytes", [1, 3 * 2 * HIDDEN, 64 << 20])
 @pytest.mark.parametrize("step", [1, 4, 11, 26])
-def test_pieces_land_in_the_shards_that_they_belong_to(tmp_path: Path, step: int) -> None:
+def test_pieces_land_in_the_shards_that_they_belong_to(
+    tmp_path: Path, step: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large pieces go in blocks, which several threads write."""
+    monkeypatch.setattr(stream_sink, "_BLOCK_BYTES", block_bytes)
     cut = parts(tmp_path)
-    with ShardSink(cut, contract(), COPY) as sink:
+    with ShardSink(cut, contract(), STAGE) as sink:
         assert sink.keys == {1, 3, 4, "last"}
         walk(sink, step)
     for part in cut:
@@ -67,7 +73,7 @@ def test_pieces_land_in_the_shards_that_they_belong_to(tmp_path: Path, step: int
 
 def test_rows_of_shards_that_are_there_already_are_let_pass(tmp_path: Path) -> None:
     cut = parts(tmp_path)[1:]
-    with ShardSink(cut, contract(), COPY) as sink:
+    with ShardSink(cut, contract(), STAGE) as sink:
         walk(sink, 4)
     cut[0].file.close()
 
@@ -78,7 +84,7 @@ def test_the_fingerprint_is_that_of_its_shard_with_neighbours_from_the_same_walk
     place = fingerprint_place([(item.id, item.input_ids) for item in plain(0, 2)], contract())
     assert place.sample == "s1"
     rows = FingerprintRows(place, len(SAMPLES[0].input_ids), contract())
-    with ShardSink(cut, contract(), COPY, rows) as sink:
+    with ShardSink(cut, contract(), STAGE, rows) as sink:
         assert sink.keys == {-1, 0, 1, 2, 3, 4, 5, "last"}
         walk(sink, step, (-1, 0, 1, 2, 3, 4, 5, "last"))
 
@@ -91,17 +97,25 @@ def test_the_fingerprint_is_that_of_its_shard_with_neighbours_from_the_same_walk
 class Failing:
     """A shard whose disk fails at the second piece."""
 
-    def __init__(self) -> None:
-        self.pieces = 0
+    def __init__(self, call: str) -> None:
+        self.call = call
 
-    def put(self, key: StateKey, begin: int, rows: torch.Tensor) -> None:
-        self.pieces += 1
-        if self.pieces == 2:
+    def claim(self, key: StateKey, begin: int, count: int) -> bool:
+        return begin == 1
+
+    def write(self, key: StateKey, begin: int, rows: torch.Tensor, sums: None) -> None:
+        self.fail("write", begin == 1)
+
+    def sync(self) -> None:
+        self.fail("sync", True)
+
+    def fail(self, call: str, now: bool) -> None:
+        if now and call == self.call:
             raise problem_error("disk", "disk.full", "cannot write: No space left on device", "free space")
 
 
-def failing_sink() -> ShardSink:
-    return ShardSink([Part(0, ENDS[1], Failing())], contract(), COPY)  # type: ignore[arg-type]
+def failing_sink(call: str = "write") -> ShardSink:
+    return ShardSink([Part(0, ENDS[1], Failing(call))], contract(), STAGE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pieces", [3, 20])
@@ -111,15 +125,17 @@ def test_a_failure_in_the_thread_stops_the_walk_with_that_error(pieces: int) -> 
             sink.put(1, begin, torch.zeros(1, HIDDEN))
 
 
-def test_a_failure_of_the_last_piece_is_raised_at_the_end() -> None:
-    sink = failing_sink()
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_failure_of_the_last_piece_is_raised_at_the_end(call: str) -> None:
+    sink = failing_sink(call)
     with pytest.raises(ProblemsError, match="No space left"), sink:
         sink.put(1, 0, torch.zeros(1, HIDDEN))
         sink.put(1, 1, torch.zeros(1, HIDDEN))
 
 
-def test_a_failure_is_seen_between_pieces(tmp_path: Path) -> None:
-    with pytest.raises(ProblemsError, match="No space left"), failing_sink() as sink:
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_failure_is_seen_between_pieces(call: str) -> None:
+    with pytest.raises(ProblemsError, match="No space left"), failing_sink(call) as sink:
         sink.put(1, 0, torch.zeros(1, HIDDEN))
         sink.put(1, 1, torch.zeros(1, HIDDEN))
         deadline = time.monotonic() + 60
@@ -128,23 +144,32 @@ def test_a_failure_is_seen_between_pieces(tmp_path: Path) -> None:
         pytest.fail("the failure stayed in the thread")
 
 
-def test_at_most_two_pieces_wait_for_the_disk() -> None:
-    waiting: list[Callable[[], torch.Tensor]] = []
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_more_blocks_wait_for_the_disk_than_may(most: int) -> None:
+    taken: list[int] = []
+    given_back: list[int] = []
 
-    def slow(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        waiting.append(lambda: rows)
-        return lambda: (time.sleep(0.01), rows)[1]
+    def slow(rows: torch.Tensor) -> Staged:
+        taken.append(len(rows))
+        return Staged(lambda: (time.sleep(0.005), (rows, None))[1], lambda: given_back.append(1))
 
-    class Counting:
+    class Memory:
         done = 0
 
-        def put(self, key: StateKey, begin: int, rows: torch.Tensor) -> None:
-            assert begin == self.done
-            self.done += 1
+        def claim(self, key: StateKey, begin: int, count: int) -> bool:
+            return False
 
-    file = Counting()
-    with ShardSink([Part(0, 50, file)], contract(), slow) as sink:  # type: ignore[arg-type]
+        def write(self, key: StateKey, begin: int, rows: torch.Tensor, sums: None) -> None:
+            self.done += len(rows)
+
+    file = Memory()
+    with ShardSink([Part(0, 50, file)], contract(), slow, most_waiting=most) as sink:  # type: ignore[arg-type]
         for begin in range(50):
             sink.put(1, begin, torch.zeros(1, HIDDEN))
-            assert len(waiting) - file.done <= 3  # two that wait, and the one that is just taken
-    assert file.done == 50
+            assert len(taken) - len(given_back) <= most
+    assert file.done == len(given_back) == 50
+
+
+def test_what_may_wait_is_a_small_share_of_memory() -> None:
+    assert 2 <= blocks_waiting() <= max(psutil.virtual_memory().total // 16, 128 << 20) >> 26
+    assert blocks_waiting() << 26 <= 8 << 30
