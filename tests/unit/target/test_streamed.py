@@ -15,6 +15,7 @@ from eagle3.files import read_json_object, write_json_atomic
 from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
 from eagle3.target.families.kimi import KIMI_K2
 from eagle3.target.selfcheck import self_check_streamed
+from eagle3.target.streaming import fused
 from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
 from tests.unit.target.cases import SHARED_PREFIX_BATCH, relative
 from tests.unit.target.streaming.checkpoints import (
@@ -242,3 +243,17 @@ def test_the_self_check_sees_a_wrong_norm(tmp_path: Path) -> None:
         self_check_streamed(engine, ["a"], DOCUMENTS[:1], torch.float32)
 
     assert [problem.kind for problem in error.value.problems] == ["selfcheck.logits"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_self_check_compares_with_transformers_own_experts(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = streamed(MAKERS[name](tmp_path / "target"), [0])
+    mixture = fused.mixture
+    monkeypatch.setattr(fused, "mixture", lambda *args: mixture(*args) * 1.01)
+
+    with pytest.raises(ProblemsError) as error:
+        self_check_streamed(engine, ["a", "b", "c"], SHARED_PREFIX_BATCH, torch.float32)
+
+    assert {problem.kind for problem in error.value.problems} == {"selfcheck.streamed"}
