@@ -107,6 +107,7 @@ class Failing:
         self.fail("write", begin == 1)
 
     def sync(self) -> None:
+        time.sleep(0.05)
         self.fail("sync", True)
 
     def fail(self, call: str, now: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 
 from eagle3.target.streaming.packing import micro_batches
@@ -16,7 +19,7 @@ def test_documents_stay_whole_and_in_order() -> None:
 
     assert [micro.lengths for micro in found] == [[3, 4], [9], [2, 1]]
     assert [(micro.begin, micro.end) for micro in found] == [(0, 7), (7, 16), (16, 19)]
-    assert [token for micro in found for token in micro.input_ids[0].tolist()] == sum(documents, [])
+    assert [token for micro in found for token in micro.input_ids[0].tolist()] == functools.reduce(operator.iadd, documents, [])
 
 
 def test_positions_start_again_in_each_document() -> None:
