@@ -10,6 +10,8 @@ Prints one JSON line per measurement:
   Transformers' own block with its grouped product;
 - `walk`: a chunk through the layers as extraction walks them, the expert layers repeated so that reading is in steady
   state; tokens/s projected to 61 layers; share of time spent waiting for weights; peak memory;
+- `store`: `eagle3 extract` itself on these three layers, all of them captured, so that as many states are written as of
+  the whole target; seconds of a chunk against those of its walk alone;
 - `offload`: accelerate's CPU offload of the same layers (bfloat16) at the largest batch that fits.
 
 The projection: tokens / (seconds of the dense layer + 60 times the mean of the expert layers, unpacking included, +
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -36,13 +39,15 @@ from transformers import DeepseekV3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.kimi_layers import LAYERS, write_layers
-from eagle3.config import StreamSection, TargetConfig
+from eagle3.config import ExtractConfig, StreamSection, TargetConfig, build_config
 from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
+from eagle3.target.extract import run_extract
 from eagle3.target.families.kimi import _config
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.target.streaming import moe
 from eagle3.target.streaming.memory import plan_needs
 from eagle3.target.streaming.walk import WalkTimes
+from eagle3.target.tiny import CHATML_TEMPLATE, CHATML_TOKENS, make_tokenizer
 from eagle3.wiring.layers import LayerWiring
 
 
@@ -59,7 +64,7 @@ def main() -> None:
     parser.add_argument("--residual", choices=("device", "host", "file"), default="device")
     parser.add_argument("--profile", action="store_true", help="print where the time of an expert layer goes")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["moe", "walk", "offload"])
+    parser.add_argument("--parts", nargs="+", default=["moe", "walk", "store", "offload"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     small = args.shape == "small"
@@ -89,6 +94,8 @@ def run(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
                 profile(args, engine, document)
     if "moe" in args.parts:
         measure_moe(args, engine, device)
+    if "store" in args.parts:
+        measure_store(args, engine, device)
     engine.close()
     del engine
     if "offload" in args.parts:
@@ -199,6 +206,43 @@ def measure_moe(args: argparse.Namespace, engine: StreamedEngine, device: torch.
         engine.skeleton.model.config._experts_implementation = "grouped_mm"
         own = seconds(args, device, lambda: block(states))
         _print("moe transformers", tokens=args.micro, block_seconds=own, share_of_limit=operations / own / limit)
+
+
+def measure_store(args: argparse.Namespace, engine: StreamedEngine, device: torch.device) -> None:
+    """Seconds that a chunk takes longer when its states are stored: from extractions of one and of three chunks."""
+    folder, document = engine.skeleton.files.folder, args.documents[0]
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    make_tokenizer(CHATML_TOKENS, 512, CHATML_TEMPLATE, **roles).save_pretrained(folder)
+    times = engine.layer_walk.run(documents(args.chunk, document, engine), Nothing(), _ignore, [0, 1, 2])
+    walk = sum(times.layers) + sum(times.waits)
+    free(device)
+    spans = []
+    for chunks in (1, 3):
+        data = folder.parent / f"{chunks}.jsonl"
+        with open(data, "w") as handle:
+            for number in range(chunks * args.chunk // document):
+                turns = (("user", f"{number}"), ("assistant", "the sea " * document))
+                messages = [{"role": role, "content": content} for role, content in turns]
+                handle.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
+        settings = {
+            "target": {"path": str(folder), "device": str(device), "dtype": "bfloat16"},
+            "data": {"path": str(data), "max_length": document},
+            "output": str(folder.parent / f"store-{chunks}"),
+            "output_indices": [0, 1, 2],
+            "engine": "streamed",
+            "stream": {"chunk_tokens": args.chunk, "micro_tokens": args.micro, "read_threads": args.threads},
+        }
+        begin = time.perf_counter()
+        run_extract(build_config(ExtractConfig, settings, "benchmark"))
+        spans.append(time.perf_counter() - begin)
+        written = sum(path.stat().st_size for path in Path(settings["output"]).glob("shard-*"))  # type: ignore[arg-type]
+        shutil.rmtree(str(settings["output"]))
+    chunk = (spans[1] - spans[0]) / 2
+    _print("store", chunk=args.chunk, walk=walk, chunk_seconds=chunk, first=spans[0], gb_per_chunk=written / 3e9)
+
+
+def _ignore(_: float) -> None:
+    pass
 
 
 def measure_offload(

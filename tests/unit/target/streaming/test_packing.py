@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import torch
 
 from eagle3.target.streaming.packing import micro_batches
@@ -19,7 +16,8 @@ def test_documents_stay_whole_and_in_order() -> None:
 
     assert [micro.lengths for micro in found] == [[3, 4], [9], [2, 1]]
     assert [(micro.begin, micro.end) for micro in found] == [(0, 7), (7, 16), (16, 19)]
-    assert [token for micro in found for token in micro.input_ids[0].tolist()] == functools.reduce(operator.iadd, documents, [])
+    tokens = [token for micro in found for token in micro.input_ids[0].tolist()]
+    assert tokens == [token for document in documents for token in document]
 
 
 def test_positions_start_again_in_each_document() -> None:
