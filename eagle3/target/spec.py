@@ -5,13 +5,16 @@ Shapes: V target vocab, H target hidden, N layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from eagle3.errors import ProblemsError, problem_error
 
 # The caller refuses missing and mismatched weights, all of them by name; alone, Transformers names no mismatched one.
 LOADING: Any = {
@@ -21,6 +24,20 @@ LOADING: Any = {
     "trust_remote_code": False,
     "use_safetensors": True,  # never a pickle
 }
+
+
+@contextmanager
+def explained_loading(folder: Path) -> Iterator[None]:
+    """Makes a problem, kind `target.cannot_load`, of what Transformers raises where config.json or weights are damaged:
+    almost anything."""
+    try:
+        yield
+    except ProblemsError:
+        raise
+    except Exception as error:
+        message = f"cannot be loaded: {type(error).__name__}: {error}"
+        fix = "check that the checkpoint is whole, with weights as safetensors"
+        raise problem_error(str(folder), "target.cannot_load", message, fix) from error
 
 
 class TargetSpec:
@@ -43,10 +60,18 @@ class TargetSpec:
         return loaded
 
     def empty(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-        """The same model on the meta device: its modules, without their weights."""
+        """The same model on the meta device: its modules, without their weights.
+
+        Raises:
+            ProblemsError: kind `target.cannot_load`.
+        """
+        with explained_loading(folder), torch.device("meta"):
+            return self.build(folder, dtype)
+
+    def build(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """The model with new weights, on the device that is set; a family overrides this, `empty` calls it."""
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return model
 
     def decoder_layers(self, model: PreTrainedModel) -> Sequence[nn.Module]:

@@ -199,7 +199,7 @@ def _relocation(slot: Measured, found: Boundary | None) -> str:
 
 
 def _wrong_rows(row_errors: Mapping[int, float], allowed: float) -> tuple[int, int] | None:
-    """The range of wrong rows if they stand at one end, or in one piece, and the others are right.
+    """The range of wrong rows if they stand in one piece at one end, and the others are right.
 
     Where many rows are noisy (a router of experts that falls the other way), wrong ones lie scattered: no range.
     """

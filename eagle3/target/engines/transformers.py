@@ -21,10 +21,10 @@ from transformers.utils import logging as transformers_logging
 
 from eagle3.config import TargetConfig
 from eagle3.data.store_fingerprint import neighbours
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.errors import Problem, raise_problems
 from eagle3.target.capture import Capture
 from eagle3.target.resolve import TargetFiles, pick_device
-from eagle3.target.spec import TargetSpec
+from eagle3.target.spec import TargetSpec, explained_loading
 from eagle3.wiring.layers import EMBEDDING, LayerWiring
 
 _NAMES_SHOWN = 5
@@ -39,13 +39,8 @@ def load_model(files: TargetFiles, target: TargetConfig) -> PreTrainedModel:
     """
     device = pick_device(target.device)
     where = str(files.folder)
-    try:
-        with _quiet():
-            model, info = files.spec.load(files.folder, getattr(torch, target.dtype))
-    except Exception as error:  # a damaged config.json or weights file makes Transformers raise almost anything
-        message = f"cannot be loaded: {type(error).__name__}: {error}"
-        fix = "check that the checkpoint is whole, with weights as safetensors"
-        raise problem_error(where, "target.cannot_load", message, fix) from error
+    with explained_loading(files.folder), _quiet():
+        model, info = files.spec.load(files.folder, getattr(torch, target.dtype))
     fix = "download the checkpoint again, or correct its config.json"
     raise_problems(
         Problem(where, f"target.{kind}_weights", f"{len(info[key])} weights are {kind}: {_some(info[key])}", fix)

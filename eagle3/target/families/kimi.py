@@ -31,9 +31,8 @@ class KimiSpec(TargetSpec):
         )
         return loaded
 
-    def empty(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-        with torch.device("meta"):
-            model: PreTrainedModel = DeepseekV3ForCausalLM._from_config(_config(folder), dtype=dtype)
+    def build(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        model: PreTrainedModel = DeepseekV3ForCausalLM._from_config(_config(folder), dtype=dtype)
         return model
 
     def non_text_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
