@@ -20,7 +20,7 @@ from eagle3.data.store_format import load_manifest
 from eagle3.data.store_joint import JointStore
 from eagle3.errors import ProblemsError, problem_error
 from eagle3.files import read_json_object, write_json_atomic
-from eagle3.target import extract, stream_extract, stream_plan
+from eagle3.target import engine_choice, extract, stream_extract, stream_plan
 from eagle3.target.stream_plan import StreamPlan
 from tests.unit.target.stream_cases import CHUNKS, Fake, as_process, content, stream_config
 
@@ -278,6 +278,17 @@ def test_the_engine_is_that_of_the_store_where_it_is_left_open(
     assert fake.run(auto, 1, 2).lacking == []
     with pytest.raises(ProblemsError, match=r"settings\.engine: it was begun with 'streamed'"):
         fake.run(cfg.model_copy(update={"engine": "transformers"}))
+
+
+def test_a_target_that_does_not_fit_is_streamed(
+    cfg: ExtractConfig, fake: Fake, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_choice.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(stream_plan, "plan_memory", lambda skeleton, section, *_: SimpleNamespace(
+        sizes=SimpleNamespace(chunk_tokens=section.chunk_tokens, micro_tokens=section.micro_tokens), lines=list
+    ))  # fmt: skip
+    fake.run(cfg.model_copy(update={"engine": "auto"}))
+    assert content(cfg.output) == whole
 
 
 def test_two_that_begin_at_once_with_other_sizes_take_those_of_the_first(
