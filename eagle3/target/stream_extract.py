@@ -57,12 +57,14 @@ def extract_streamed(plan: ExtractPlan) -> tuple[int, list[str]]:
         _say(f"nothing is left to do for process {stream.process.index}")
         return 0, _lacking(stream)
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(make_engine(stream)))
+        engines = stack.enter_context(ExitStack())
+        engine = engines.enter_context(closing(make_engine(stream)))
         check_engine(stream, engine)
         store = stack.enter_context(_open_store(plan, stream, engine))
         if store.settings != stream.plan.settings:  # another process began it meanwhile, with other sizes
+            engines.close()
             stream = make_stream_plan(plan, store.settings)
-            engine = stack.enter_context(closing(make_engine(stream)))
+            engine = engines.enter_context(closing(make_engine(stream)))
         for problem in store.redone:
             _say(f"redone: {problem}")
         _adopt(stream, store)
