@@ -94,10 +94,12 @@ def run(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
                 profile(args, engine, document)
     if "moe" in args.parts:
         measure_moe(args, engine, device)
-    if "store" in args.parts:
-        measure_store(args, engine, device)
+    alone = walk_alone(args, engine) if "store" in args.parts else 0.0
     engine.close()
     del engine
+    free(device)
+    if "store" in args.parts:
+        measure_store(args, files, alone, device)
     if "offload" in args.parts:
         free(device)
         ours = walks.get(args.documents[0], 0.0)
@@ -208,14 +210,18 @@ def measure_moe(args: argparse.Namespace, engine: StreamedEngine, device: torch.
         _print("moe transformers", tokens=args.micro, block_seconds=own, share_of_limit=operations / own / limit)
 
 
-def measure_store(args: argparse.Namespace, engine: StreamedEngine, device: torch.device) -> None:
-    """Seconds that a chunk takes longer when its states are stored: from extractions of one and of three chunks."""
-    folder, document = engine.skeleton.files.folder, args.documents[0]
+def walk_alone(args: argparse.Namespace, engine: StreamedEngine) -> float:
+    """Seconds that a chunk takes through all three layers, from the moment that the first one's weights are there."""
+    batch = documents(args.chunk, args.documents[0], engine)
+    times = engine.layer_walk.run(batch, Nothing(), _ignore, [0, 1, 2])
+    return sum(times.layers) + sum(times.waits[1:])
+
+
+def measure_store(args: argparse.Namespace, files: TargetFiles, alone: float, device: torch.device) -> None:
+    """Seconds of a chunk whose states are stored: from extractions of one and of three chunks."""
+    folder, document = files.folder, args.documents[0]
     roles = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     make_tokenizer(CHATML_TOKENS, 512, CHATML_TEMPLATE, **roles).save_pretrained(folder)
-    times = engine.layer_walk.run(documents(args.chunk, document, engine), Nothing(), _ignore, [0, 1, 2])
-    walk = sum(times.layers) + sum(times.waits)
-    free(device)
     spans = []
     for chunks in (1, 3):
         data = folder.parent / f"{chunks}.jsonl"
@@ -237,8 +243,9 @@ def measure_store(args: argparse.Namespace, engine: StreamedEngine, device: torc
         spans.append(time.perf_counter() - begin)
         written = sum(path.stat().st_size for path in Path(settings["output"]).glob("shard-*"))  # type: ignore[arg-type]
         shutil.rmtree(str(settings["output"]))
+        free(device)
     chunk = (spans[1] - spans[0]) / 2
-    _print("store", chunk=args.chunk, walk=walk, chunk_seconds=chunk, first=spans[0], gb_per_chunk=written / 3e9)
+    _print("store", chunk=args.chunk, walk=alone, chunk_seconds=chunk, first=spans[0], gb_per_chunk=written / 3e9)
 
 
 def _ignore(_: float) -> None:

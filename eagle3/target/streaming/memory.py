@@ -99,7 +99,8 @@ def plan_needs(skeleton: Skeleton, cfg: StreamSection, longest: int, device: tor
 
 def _device_limit(cfg: StreamSection, device: torch.device) -> int:
     if device.type == "cuda":
-        free = _SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by the allocator
+        free = _SHARE_OF_FREE * (torch.cuda.mem_get_info(device)[0] + unused)
     else:
         free = _SHARE_OF_HOST * psutil.virtual_memory().available
     return int(min(cfg.device_memory_gib * _GIB, free))
