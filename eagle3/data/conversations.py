@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,8 +75,6 @@ def load_conversations(cfg: ConversationsConfig) -> tuple[list[Conversation], Co
 
 def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
     """(place, parsed record or what is wrong with it) of each line or row."""
-    import datasets  # half a second
-
     path = Path(cfg.path)
     kinds = {".jsonl": "text", ".parquet": "parquet"}
     if path.suffix not in kinds:
@@ -85,13 +84,9 @@ def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
         raise problem_error(cfg.path, "file.missing", "no such file (conversations)", "check data.path")
     if not path.stat().st_size:
         raise problem_error(cfg.path, "conversations.empty", "is an empty file", "check data.path")
-    try:
-        # JSONL is read as text: the JSON loader infers one schema for all records, and one bad line hides the others.
-        rows = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
-    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        message = f"cannot be read: {error.__cause__ or error}"
-        raise problem_error(cfg.path, "conversations.unreadable", message, "restore the file") from error
-    numbered = ((number, row) for number, row in enumerate(rows, start=1) if row.get("text") != "")
+    numbered = (
+        (number, row) for number, row in enumerate(_rows(path, kinds[path.suffix]), start=1) if row.get("text") != ""
+    )
     for count, (number, row) in enumerate(numbered):
         if count == cfg.limit:
             return
@@ -99,6 +94,19 @@ def _records(cfg: ConversationsConfig) -> Iterator[tuple[str, Any]]:
             yield f"{path}:row {number}", row
         else:
             yield _parsed(row["text"], f"{path}:{number}")
+
+
+def _rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The file's rows as they come; no cache is kept."""
+    import datasets  # half a second
+
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # for its lock file
+            # JSONL is read as text: the JSON loader infers one schema for all, and one bad line hides the others.
+            yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, cache_dir=cache)
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        message = f"cannot be read: {error.__cause__ or error}"
+        raise problem_error(str(path), "conversations.unreadable", message, "restore the file") from error
 
 
 def _parsed(line: str, where: str) -> tuple[str, Any]:
