@@ -285,14 +285,17 @@ def wiring_probe(
 @data_app.command("verify")
 def data_verify(
     folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
-    quick: Annotated[bool, typer.Option(help="Sizes and headers only, no checksums.")] = False,
+    deep: Annotated[bool, typer.Option("--deep/--quick", help="Read every byte, or sizes and headers only.")] = True,
+    workers: Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Remember what was found whole here, and go on from it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether a store is whole; exit code 0 or 2."""
-    from eagle3.data.store_check import verify
+    from eagle3.data.store_verify import verify
     from eagle3.wiring.report import exit_code, render_json, render_text
 
-    problems = verify(folder, deep=not quick)
+    with _problems_as(as_json):
+        problems = verify(folder, deep, workers=workers, resume=resume)
     print((render_json if as_json else render_text)(problems))
     raise typer.Exit(exit_code(problems))
 

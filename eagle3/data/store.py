@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.data.store_check import check_store, verify
+from eagle3.data.store_check import check_store
 from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest
 from eagle3.data.store_sample import StoredSample
+from eagle3.data.store_verify import verify
 from eagle3.data.store_writer import StoreWriter
 from eagle3.errors import problem_error, raise_problems
 from eagle3.wiring.contract import WiringContract

@@ -1,74 +1,37 @@
-"""What is wrong with a hidden-state store on disk. Every function returns problems; none raises for bad data.
+"""What is wrong with a hidden-state store by its sizes and headers; `store_verify` reads every byte.
 
-`check_store` is cheap (sizes and headers); `verify(deep=True)` reads every byte. Neither can prove that the
-states came from the layers that the contract names: that needs the target model.
+Every function returns problems; none raises for bad data.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import safe_open
 
 from eagle3.data.store_format import (
     DTYPE_CODES,
     METADATA_KEY,
     FileInfo,
     Manifest,
-    SampleInfo,
     ShardInfo,
-    load_manifest,
     shard_files,
     shard_layout,
     shard_metadata,
 )
 from eagle3.errors import Problem, ProblemsError
-from eagle3.files import sha256_file
-from eagle3.progress import progress
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, read_header
 
-_REDO = "run `eagle3 extract` with the same settings again: it redoes damaged and missing shards"
-_REDO_DEEP = f"delete that shard, then {_REDO}"
-_CHUNK_TOKENS = 4096
-
-
-def verify(folder: Path | str, deep: bool = False, expected: WiringContract | None = None) -> list[Problem]:
-    """Everything that is wrong with a store.
-
-    Args:
-        folder: the store.
-        deep: also read every byte: checksums, finite states, ids inside the vocabulary, supervised counts.
-        expected: the contract that the caller needs; every difference is a problem.
-    """
-    folder = Path(folder)
-    try:
-        manifest = load_manifest(folder)
-    except ProblemsError as error:
-        return list(error.problems)
-    problems = check_store(folder, manifest, expected)
-    if not deep:
-        return problems
-    broken = {problem.where for problem in problems}
-    with progress("verify", sum(shard.tokens for shard in manifest.shards), "tokens") as advance:
-        for file in (manifest.target_head, *manifest.shards):
-            if str(folder / file.file) not in broken:
-                problems += _check_sum(folder, file)
-                if isinstance(file, ShardInfo):
-                    problems += _check_values(folder, file, manifest.contract, advance)
-    return problems
+REDO = "run `eagle3 extract` with the same settings again: it redoes damaged and missing shards"
 
 
 def check_store(folder: Path, manifest: Manifest, expected: WiringContract | None = None) -> list[Problem]:
     """Sizes and headers of every file, files that should not be there, and whether there is any sample.
 
-    Reads no states but the few rows of the fingerprint; `expected` is as in `verify`.
+    Reads no states but the few rows of the fingerprint; `expected` is the contract that
+    the caller needs; every difference is a problem.
     """
     problems = check_target_head(folder, manifest)
     for shard in manifest.shards:
@@ -77,7 +40,7 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
     for path in shard_files(folder):
         if path.name not in listed:
             message = "is not in the manifest (a writer is at work or was killed before it listed the shard)"
-            problems.append(Problem(str(path), "store.shard_unlisted", message, _REDO))
+            problems.append(Problem(str(path), "store.shard_unlisted", message, REDO))
     if not problems:
         problems += check_stored_fingerprint(folder, manifest.to_dict(), manifest.contract)
     if not manifest.shards:
@@ -89,7 +52,7 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
 
 def check_shard(folder: Path, shard: ShardInfo, contract: WiringContract) -> list[Problem]:
     """Size, header, tensors and sample list of one shard, without reading its states."""
-    where, inside = str(folder / shard.file), _inside(shard)
+    where, inside = str(folder / shard.file), samples_said(shard)
     header = _checked_header(folder, shard, "shard", inside)
     if not isinstance(header, Header):
         return header
@@ -99,7 +62,7 @@ def check_shard(folder: Path, shard: ShardInfo, contract: WiringContract) -> lis
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             message = f"{name} is {_said(found.get(name))}, expected {_said(expected.get(name))} {inside}"
-            problems.append(Problem(where, "store.shard_mismatch", message, _REDO))
+            problems.append(Problem(where, "store.shard_mismatch", message, REDO))
     return problems
 
 
@@ -116,7 +79,7 @@ def check_target_head(folder: Path, manifest: Manifest) -> list[Problem]:
     if found == expected and not types:
         return []
     message = f"holds {found} {sorted(types) or ''}, expected floating {expected}"
-    return [Problem(str(folder / manifest.target_head.file), "store.target_head", message, _REDO)]
+    return [Problem(str(folder / manifest.target_head.file), "store.target_head", message, REDO)]
 
 
 def target_head_shapes(contract: WiringContract) -> dict[str, tuple[int, ...]]:
@@ -128,16 +91,16 @@ def target_head_shapes(contract: WiringContract) -> dict[str, tuple[int, ...]]:
 def _checked_header(folder: Path, file: FileInfo, what: str, inside: str) -> Header | list[Problem]:
     path = folder / file.file
     if not path.is_file():
-        return [Problem(str(path), f"store.{what}_missing", f"is listed, but not there {inside}".rstrip(), _REDO)]
+        return [Problem(str(path), f"store.{what}_missing", f"is listed, but not there {inside}".rstrip(), REDO)]
     size = path.stat().st_size
     if size != file.bytes:
         kind = "truncated" if size < file.bytes else "extra_bytes"
         message = f"has {size} bytes, the manifest says {file.bytes} {inside}".rstrip()
-        return [Problem(str(path), f"store.{what}_{kind}", message, _REDO)]
+        return [Problem(str(path), f"store.{what}_{kind}", message, REDO)]
     try:
         return read_header(path)
     except ProblemsError as error:
-        return [Problem(str(path), item.kind, f"{item.message} {inside}".rstrip(), _REDO) for item in error.problems]
+        return [Problem(str(path), item.kind, f"{item.message} {inside}".rstrip(), REDO) for item in error.problems]
 
 
 def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[Problem]:
@@ -146,8 +109,8 @@ def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[P
         value = json.loads(text or "null")
         found = [(str(item["id"]), item["tokens"]) for item in value["samples"]]
     except (ValueError, TypeError, KeyError):
-        message = f"its header has no valid {METADATA_KEY!r} entry {_inside(shard)}"
-        return [Problem(where, "store.shard_mismatch", message, _REDO)]
+        message = f"its header has no valid {METADATA_KEY!r} entry {samples_said(shard)}"
+        return [Problem(where, "store.shard_mismatch", message, REDO)]
     if value == shard_metadata(shard.samples):
         return []
     listed = [(sample.id, sample.tokens) for sample in shard.samples]
@@ -155,7 +118,7 @@ def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[P
     problems = []
 
     def add(kind: str, message: str) -> None:
-        problems.append(Problem(where, f"store.{kind}", message, _REDO))
+        problems.append(Problem(where, f"store.{kind}", message, REDO))
 
     for sample_id, count in counts.items():
         if count > 1:
@@ -168,55 +131,15 @@ def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[P
         elif counts[sample_id] == 1 and (there := dict(found)[sample_id]) != tokens:
             add("sample_tokens", f"says {there} tokens for sample {sample_id!r}, the manifest says {tokens}")
     if not problems:
-        add("shard_mismatch", f"its header differs from the manifest in order, format or version {_inside(shard)}")
+        add("shard_mismatch", f"its header differs from the manifest in order, format or version {samples_said(shard)}")
     return problems
 
 
-def _check_sum(folder: Path, file: FileInfo) -> list[Problem]:
-    path = folder / file.file
-    if sha256_file(path) == file.sha256:
-        return []
-    inside = f" {_inside(file)}" if isinstance(file, ShardInfo) else ""
-    message = f"has the right size, but its checksum is not the manifest's{inside}"
-    return [Problem(str(path), "store.checksum", message, _REDO_DEEP)]
-
-
-def _check_values(
-    folder: Path, shard: ShardInfo, contract: WiringContract, advance: Callable[..., None]
-) -> list[Problem]:
-    """The values of every sample, a chunk of rows at a time."""
-    problems, row = [], 0
-    with safe_open(folder / shard.file, "pt") as file:
-        for sample in shard.samples:
-            end = row + sample.tokens
-            for kind, message in _value_faults(file, row, end, sample, contract):
-                text = f"sample {sample.id!r} {message}"
-                problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
-            row = end
-            advance(sample.tokens)
-    return problems
-
-
-def _value_faults(file: Any, row: int, end: int, sample: SampleInfo, contract: WiringContract) -> list[tuple[str, str]]:
-    ids, mask = file.get_slice("input_ids")[row:end], file.get_slice("loss_mask")[row:end]
-    faults = []
-    if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
-        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
-        faults.append(("ids_out_of_range", message))
-    if mask.max() > 1:
-        faults.append(("loss_mask", f"has {mask.max()} in its loss mask, expected 0 or 1"))
-    elif mask.sum() != sample.supervised:
-        faults.append(("loss_mask", f"has {mask.sum()} supervised tokens, the manifest says {sample.supervised}"))
-    for name in ("aux_hidden_states", "last_hidden_states"):
-        rows = file.get_slice(name)
-        chunks = (rows[begin : min(begin + _CHUNK_TOKENS, end)] for begin in range(row, end, _CHUNK_TOKENS))
-        if not all(torch.isfinite(chunk).all() for chunk in chunks):
-            faults.append(("non_finite", f"has NaN or infinity in its {name}"))
-    return faults
-
-
-def _inside(shard: ShardInfo) -> str:
-    ids = [sample.id for sample in shard.samples]
+def samples_said(file: FileInfo) -> str:
+    """Which samples a shard holds, in words; nothing for another file."""
+    if not isinstance(file, ShardInfo):
+        return ""
+    ids = [sample.id for sample in file.samples]
     return f"(samples {', '.join(ids)})" if len(ids) <= 3 else f"({len(ids)} samples, {ids[0]} to {ids[-1]})"
 
 
