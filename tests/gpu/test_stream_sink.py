@@ -38,7 +38,7 @@ def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() 
             for _ in range(3):
                 matrix = matrix @ matrix / 64  # so that the piece is not there yet when it is handed over
             rows = torch.arange(begin, begin + size, device="cuda", dtype=torch.float32)
-            piece[:size] = rows[:, None] + matrix[0, 0].isnan()
+            piece[:size] = rows[:, None] + matrix[0, 0].isnan() * 0
             sink.put(1, begin, piece[:size])
             piece.fill_(-1)
             begin += size
