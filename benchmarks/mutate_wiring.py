@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import datasets  # noqa: F401  (loaded once, before the forks)
@@ -38,13 +39,14 @@ ROOT = Path(__file__).parents[1]
 ROOM = Path("eagle3/wiring")
 TESTS = "tests/unit/wiring"
 SLOWEST = ("test_checks.py", "test_fingerprint.py")
-# Modules that no other test file reaches; of the slow one, what is quick comes first.
+# Modules that no other test file of the room reaches; of the slow one, what is quick comes first.
 FINGERPRINT = (("test_fingerprint.py", "-k", "not kimi and not qwen3 and not smollm2"), ("test_fingerprint.py",))
 FROZEN = ("test_public_api.py", "-k", "frozen")
 ONLY_TESTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "diagnosis.py": (("test_diagnosis.py",), ("test_probe_report.py",), FROZEN, *FINGERPRINT),
     "probe_report.py": (("test_probe_report.py",), FROZEN),
     "fingerprint.py": (("test_measure.py",), *FINGERPRINT),
+    "fingerprint_check.py": (("../data/test_store_fingerprint.py",), ("test_dataset.py", "test_hostile_input.py")),
 }
 SECONDS = 240
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -220,7 +222,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = copied(Path(folder))
             sys.dont_write_bytecode = True
-            for file in {mutant.file for mutant in todo[: args.sample]}:
+            tested = {mutant.file: staged_tests(mutant.file, root) for mutant in todo[: args.sample]}
+            for file in {frozenset(chain(*stages)): file for file, stages in tested.items()}.values():
                 assert passes(file, root), f"the tests of {file} do not pass as it is"
             for mutant in todo[: args.sample]:
                 if mutant.name not in known:

@@ -137,6 +137,7 @@ def test_wrong_rows_are_one_piece_at_an_end(
         # the first quarter: 1.4 times
         ([0.9] * 3 + [0.7] * 5 + [0.5] * 24, True),
         ([0.9] * 3 + [0.6875] * 5 + [0.5] * 24, False),
+        ([0.9] * 3 + [0.5, 0.625, 0.5], True),
         # four rows are enough, three are not
         ([0.9, 0.9, 0.9, 0.5], True),
         ([0.9, 0.5, 0.5], False),
@@ -165,6 +166,15 @@ def test_padding_is_told_from_the_shallowest_layer_that_sees_other_tokens(
     found = [item.cause for item in diagnose([slots], ALLOWED, FINE)]
 
     assert found == ["right" if at == 0 else expected for at in boundaries]
+
+
+def test_slots_of_other_tokens_are_not_permuted() -> None:
+    slots = [
+        measured({3: 0.9, 31: 0.9}, 3, shift=Shift(1, 31, 0.0)),
+        measured({3: 0.9, 31: 0.9}, 31, shift=Shift(1, 3, 0.0)),
+    ]
+
+    assert [item.cause for item in diagnose([slots], ALLOWED, FINE)] == ["misaligned", "misaligned"]
 
 
 def test_slots_that_resemble_nothing_do_not_hide_permuted_ones() -> None:
