@@ -47,6 +47,8 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML co
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 EngineVersion = Annotated[str | None, typer.Option(help="The engine's version; default: as recorded, else the newest.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core, 8 at most.")]
+Resume = Annotated[Path | None, typer.Option(help="Remember in this file what was found whole, and go on from it.")]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -286,8 +288,8 @@ def wiring_probe(
 def data_verify(
     folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
     deep: Annotated[bool, typer.Option("--deep/--quick", help="Read every byte, or sizes and headers only.")] = True,
-    workers: Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Remember what was found whole here, and go on from it.")] = None,
+    workers: Workers = None,
+    resume: Resume = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether a store is whole; exit code 0 or 2."""
@@ -298,6 +300,27 @@ def data_verify(
         problems = verify(folder, deep, workers=workers, resume=resume)
     print((render_json if as_json else render_text)(problems))
     raise typer.Exit(exit_code(problems))
+
+
+@data_app.command("repair")
+def data_repair(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Drop what is bad. Without it, nothing is changed.")] = False,
+    list_file: Annotated[
+        Path | None, typer.Option("--list", help="Write the samples to redo here, a line each.")
+    ] = None,
+    workers: Workers = None,
+    resume: Resume = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drops bad shards, so that `eagle3 extract` redoes them; exit code 0 or 2."""
+    from eagle3.data.store_repair import repair
+    from eagle3.wiring.report import exit_code
+
+    with _problems_as(as_json):
+        report = repair(folder, yes, workers, resume, list_file)
+    print(report.render(as_json))
+    raise typer.Exit(exit_code(report.open_problems))
 
 
 if __name__ == "__main__":

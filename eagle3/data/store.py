@@ -80,7 +80,7 @@ class StoreReader:
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.contract.vocab_size:
             where = f"{self.folder / self._places[index][0]}: sample {self.samples[index].id!r}"
             message = f"has token ids outside 0 to {self.contract.vocab_size - 1}: the shard is damaged"
-            fix = "see `eagle3 data verify`; delete that shard and run `eagle3 extract` again"
+            fix = "run `eagle3 data repair`, then `eagle3 extract` again"
             raise problem_error(where, "store.ids_out_of_range", message, fix)
 
     def _slice(self, index: int, name: str) -> torch.Tensor:

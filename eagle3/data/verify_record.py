@@ -33,9 +33,7 @@ class VerifyRecord:
         self.path = path
         self._folder = folder.resolve()
         self._contract = contract
-        if path.resolve().is_relative_to(self._folder):
-            fix = "give a file outside the store, which stays as it is"
-            raise problem_error(str(path), "verify.inside_store", "this file would be inside the store", fix)
+        check_outside(path, folder)
         self._lines = _read(path)
         write_text_atomic(
             path, "".join(f"{line}\n" for line in self._lines)
@@ -74,6 +72,17 @@ class VerifyRecord:
 
     def __exit__(self, *_: object) -> None:
         self._handle.close()
+
+
+def check_outside(path: Path, folder: Path) -> None:
+    """Refuses a file of a command's own inside the store.
+
+    Raises:
+        ProblemsError: kind `verify.inside_store`.
+    """
+    if path.resolve().is_relative_to(folder.resolve()):
+        fix = "give a file outside the store, which stays as it is"
+        raise problem_error(str(path), "verify.inside_store", "this file would be inside the store", fix)
 
 
 def _read(path: Path) -> list[str]:

@@ -165,7 +165,7 @@ def acceptance(
         if not torch.isfinite(batch.aux).all():
             names = ", ".join(sample.id for sample in samples if not torch.isfinite(sample.aux_hidden_states).all())
             message = f"NaN or infinity in the hidden states of {names}; a drafter's NaN would count as a miss"
-            fix = "see `eagle3 data verify`; delete that shard and run `eagle3 extract` again"
+            fix = "run `eagle3 data repair`, then `eagle3 extract` again"
             raise problem_error(str(reader.folder), "store.non_finite", message, fix)
         matches = draft_matches(model, batch, vocab, steps)
         active = active_terms(batch.loss_mask, batch.document_ids, steps, "served")

@@ -18,6 +18,7 @@ from eagle3.wiring.layers import is_size
 from eagle3.wiring.safetensors_header import Header, read_header
 
 _FIX = "extract again into an empty folder; a fingerprint that is not the store's own can prove nothing"
+_UNFINISHED = "run `eagle3 extract` with the same settings to its end: the fingerprint comes with the first shard"
 
 
 def check_stored_fingerprint(folder: Path, manifest: Mapping[str, Any], contract: WiringContract) -> list[Problem]:
@@ -33,7 +34,7 @@ def check_stored_fingerprint(folder: Path, manifest: Mapping[str, Any], contract
     if manifest.get("fingerprint") is None:
         if not shards or "fingerprint" not in manifest:
             return []
-        return [Problem(where, "fingerprint.missing", "there are shards, but no fingerprint", _FIX)]
+        return [Problem(where, "fingerprint.missing", "there are shards, but no fingerprint", _UNFINISHED)]
     try:
         fingerprint = Fingerprint.from_dict(manifest["fingerprint"], contract, where)
     except ProblemsError as error:
