@@ -1,0 +1,42 @@
+"""What the groups of commands share: options, configs as help, problems as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from eagle3.config import Section, field_help, load_config
+from eagle3.errors import EXIT_PROBLEMS, ProblemsError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+@contextmanager
+def problems_as(as_json: bool) -> Iterator[None]:
+    """With `--json`, problems that end a command are its report, on stdout; see docs/schemas/problems.schema.json."""
+    try:
+        yield
+    except ProblemsError as error:
+        if not as_json:
+            raise
+        from eagle3.wiring.report import render_json
+
+        print(render_json(error.problems))
+        raise typer.Exit(EXIT_PROBLEMS) from None
+
+
+def epilog(model: type[Section]) -> str:
+    """The config's fields as help text: one source with the config itself."""
+    lines = [f"{key} [{default}]: {text}" for key, default, text in field_help(model)]
+    return "\b\nConfig keys, with their defaults:\n" + "\n".join(lines)
+
+
+def run_config(model: type[ConfigT], path: Path | None, overrides: list[str] | None) -> ConfigT:
+    return load_config(model, path, overrides or [])

@@ -1,0 +1,54 @@
+"""`eagle3 data`: hidden-state stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3.cli.common import AsJson, problems_as
+
+data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
+
+Workers = Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core, 8 at most.")]
+Resume = Annotated[Path | None, typer.Option(help="Remember in this file what was found whole, and go on from it.")]
+
+
+@data_app.command("verify")
+def data_verify(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    deep: Annotated[bool, typer.Option("--deep/--quick", help="Read every byte, or sizes and headers only.")] = True,
+    workers: Workers = None,
+    resume: Resume = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether a store is whole; exit code 0 or 2."""
+    from eagle3.data.store_verify import verify
+    from eagle3.wiring.report import exit_code, render_json, render_text
+
+    with problems_as(as_json):
+        problems = verify(folder, deep, workers=workers, resume=resume)
+    print((render_json if as_json else render_text)(problems))
+    raise typer.Exit(exit_code(problems))
+
+
+@data_app.command("repair")
+def data_repair(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Drop what is bad. Without it, nothing is changed.")] = False,
+    list_file: Annotated[
+        Path | None, typer.Option("--list", help="Write the samples to redo here, a line each.")
+    ] = None,
+    workers: Workers = None,
+    resume: Resume = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drops bad shards, so that `eagle3 extract` redoes them; exit code 0 or 2."""
+    from eagle3.data.store_repair import repair
+    from eagle3.wiring.report import exit_code
+
+    with problems_as(as_json):
+        report = repair(folder, yes, workers, resume, list_file)
+    print(report.render(as_json))
+    raise typer.Exit(exit_code(report.open_problems))

@@ -1,0 +1,100 @@
+"""`eagle3 wiring`: which layers a drafter is fed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from eagle3.cli.common import AsJson, problems_as
+from eagle3.errors import problem_error
+
+wiring_app = typer.Typer(help="Which layers a drafter is fed, by engine and version.", no_args_is_help=True)
+
+ProbeEngine = Literal["auto", "transformers", "streamed"]
+EngineVersion = Annotated[str | None, typer.Option(help="The engine's version; default: as recorded, else the newest.")]
+
+
+@wiring_app.command("explain")
+def wiring_explain(
+    target: Annotated[str, typer.Option(help="Known target's name, checkpoint folder or config.json.")],
+    layers: Annotated[str, typer.Option(help="Output indices, e.g. 2,30,58.")],
+    sources: Annotated[bool, typer.Option("--sources", help="Also say where each rule was read, and when.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What each engine and version calls these layers."""
+    from eagle3.wiring.report import explain, render_explain
+
+    with problems_as(as_json):
+        print(render_explain(explain(target, layers), as_json=as_json, sources=sources))
+
+
+@wiring_app.command("check")
+def wiring_check(
+    checkpoint: Annotated[Path, typer.Argument(help="Exported draft checkpoint.")],
+    dataset: Annotated[Path | None, typer.Option(help="Hidden-state store it was trained on.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: known name, folder or config.json.")] = None,
+    engine: Annotated[str, typer.Option(help="Serving engine: sglang or vllm.")] = "sglang",
+    engine_version: EngineVersion = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Output indices it was trained on, e.g. 2,30,58: for another tool's checkpoint.")
+    ] = None,
+    cuda_graphs: Annotated[bool, typer.Option(help="The server uses CUDA graphs (its default).")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
+    from eagle3.wiring.checks import check_checkpoint, describe_checkpoint
+    from eagle3.wiring.layers import parse_layers
+    from eagle3.wiring.report import exit_code, render_json, render_text
+
+    with problems_as(as_json):
+        problems = check_checkpoint(
+            checkpoint,
+            dataset=dataset,
+            target=target,
+            engine=engine,
+            engine_version=engine_version,
+            layers=parse_layers(layers) if layers is not None else None,
+            cuda_graphs=cuda_graphs,
+        )
+    print((render_json if as_json else render_text)(problems))
+    if not problems and not as_json:
+        print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
+    raise typer.Exit(exit_code(problems))
+
+
+@wiring_app.command("probe")
+def wiring_probe(
+    path: Annotated[Path, typer.Argument(help="Hidden-state store, run or exported checkpoint.")],
+    target: Annotated[str | None, typer.Option(help="Target to compute again: checkpoint folder or hub id.")] = None,
+    server: Annotated[str | None, typer.Option(help="Or: URL of a running SGLang that serves the drafter.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Stored samples to compute again, beside the fingerprint.")] = 4,
+    engine: Annotated[
+        ProbeEngine, typer.Option(help="How the target is run; auto streams what does not fit.")
+    ] = "auto",
+    skip_last: Annotated[
+        bool, typer.Option("--skip-last", help="Leave the last hidden states and layers out.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto.")] = "auto",
+    api_key: Annotated[str | None, typer.Option(envvar="EAGLE3_API_KEY", help="API key of the server.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each slot of a store, or of a running server, really holds; exit code 0 or 2."""
+    from eagle3.wiring.report import exit_code
+
+    with problems_as(as_json):
+        if (target is None) == (server is None):
+            fix = "give one: the target, to check a store, or the server, to check how it feeds the drafter"
+            raise problem_error("wiring probe", "probe.what", "needs either --target or --server", fix)
+        if server is not None:
+            from eagle3.serve.server_probe import probe_server
+
+            report = probe_server(path, server, api_key=api_key)
+        else:
+            from eagle3.target.probe import probe_dataset
+
+            assert target is not None
+            report = probe_dataset(path, target, samples, engine, last=not skip_last, device=device)
+    print(report.render(as_json))
+    raise typer.Exit(exit_code(report.problems))

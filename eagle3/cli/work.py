@@ -1,0 +1,107 @@
+"""The work itself: from prompts to a served drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3.cli.common import ConfigFile, Overrides, epilog, run_config
+from eagle3.config import ExtractConfig, RegenerateConfig, ServeConfig, TrainConfig
+from eagle3.errors import EXIT_PROBLEMS
+
+work_app = typer.Typer()
+
+
+@work_app.command(epilog=epilog(RegenerateConfig))
+def regenerate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Answers to prompts from the target itself."""
+    from eagle3.target.regenerate import run_regenerate
+
+    print(run_regenerate(run_config(RegenerateConfig, config, overrides)).render())
+
+
+@work_app.command(epilog=epilog(ExtractConfig))
+def extract(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would read, write and take, and stop.")] = False,
+) -> None:
+    """The target's hidden states for conversations, as a store.
+
+    Streamed, several processes share the work (docs/extraction.md).
+    """
+    cfg = run_config(ExtractConfig, config, overrides)
+    if dry:
+        from eagle3.target.estimate import dry_run
+
+        plan = dry_run(cfg)
+        print(plan.render())
+        raise typer.Exit(EXIT_PROBLEMS if plan.problems else 0)
+    from eagle3.target.extract import run_extract
+
+    print(run_extract(cfg).render())
+
+
+@work_app.command(epilog=epilog(TrainConfig))
+def train(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Fits a drafter on a hidden-state store.
+
+    With several processes: accelerate launch train.py (docs/training.md).
+    """
+    from eagle3.train.trainer import run_training
+
+    result = run_training(run_config(TrainConfig, config, overrides))
+    if result.is_main_process:
+        print(result.render())
+
+
+@work_app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Option(help="Run folder or exported checkpoint.")],
+    dataset: Annotated[Path, typer.Option(help="Held-out hidden-state store with the target's own answers.")],
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps a round.")] = 3,
+) -> None:
+    """Acceptance that greedy serving would reach, from stored hidden states."""
+    from eagle3.evaluate.checkpoint import evaluate_checkpoint
+
+    print(evaluate_checkpoint(checkpoint, dataset, steps).render())
+
+
+@work_app.command(epilog=epilog(ServeConfig))
+def export(
+    config: ConfigFile = None,
+    run: Annotated[str | None, typer.Option(help="Run folder to export from.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the exported checkpoint.")] = None,
+    engine_version: Annotated[str | None, typer.Option(help="Version of the engine that will serve it.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """A run's checkpoint as the folder that a serving engine loads."""
+    from eagle3.serve.export import export_run
+
+    given = {"run": run, "output": output, "engine_version": engine_version}
+    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    print(export_run(run_config(ServeConfig, config, [*options, *(overrides or [])])).render())
+
+
+@work_app.command()
+def demo(
+    output: Annotated[Path | None, typer.Option(help="Folder to write into; default: one for each target.")] = None,
+    target: Annotated[str | None, typer.Option(help="Another target: checkpoint folder or hub id.")] = None,
+) -> None:
+    """The main job on a small real model, start to end."""
+    from eagle3.demo.run import run_demo
+
+    run_demo(output, target)
+
+
+@work_app.command("tiny-kimi")
+def tiny_kimi(
+    output: Annotated[Path, typer.Option(help="Folder for target/ and prompts.jsonl.")] = Path("datasets/tiny-kimi"),
+) -> None:
+    """A random Kimi-K2.5 of the real depth in 20 MB, to try configs/tiny-kimi with."""
+    from eagle3.demo.tiny import make_tiny_kimi_folder
+
+    print(make_tiny_kimi_folder(output))
