@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from eagle3.cli.common import AsJson, problems_as
 
@@ -52,3 +55,31 @@ def data_repair(
         report = repair(folder, yes, workers, resume, list_file)
     print(report.render(as_json))
     raise typer.Exit(exit_code(report.open_problems))
+
+
+@data_app.command("inspect")
+def data_inspect(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    sample: Annotated[str | None, typer.Option(help="Id of a sample to show; with --target alone: the first.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target's folder or hub id; default: as recorded.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="For the tokenizer's code.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Contract, counts and histograms of a store, and a sample with its supervised tokens highlighted."""
+    from eagle3.data.store_inspect import inspect_store, marked, render_inspection, sample_dict, sample_parts
+
+    with problems_as(as_json):
+        found = inspect_store(folder)
+        shown = None
+        if sample is not None or target is not None:
+            shown = sample_parts(folder, sample, target, trust_remote_code)
+    if as_json:
+        print(json.dumps({**found, "sample": shown and sample_dict(*shown)}, indent=2, ensure_ascii=False))
+        return
+    print(render_inspection(found))
+    if shown is not None:
+        name, parts = shown
+        console = Console(highlight=False, soft_wrap=True)
+        print(f"\nsample {name!r}, its supervised tokens {'highlighted' if console.is_terminal else 'as {+this+}'}:")
+        text = Text.assemble(*((part, "bold green" if marks else "") for part, marks in parts))
+        console.print(text if console.is_terminal else Text(marked(parts)))

@@ -80,15 +80,20 @@ def explain(target: str | Path, layers: str | Sequence[int]) -> list[ExplainRow]
     """
     facts = target_facts(target)
     wiring = LayerWiring(parse_layers(layers) if isinstance(layers, str) else tuple(layers), facts.num_hidden_layers)
+    return explain_wiring(wiring, facts.family)
+
+
+def explain_wiring(wiring: LayerWiring, family: str) -> list[ExplainRow]:
+    """As `explain`, of layers and a family that are known to fit."""
     rows: list[ExplainRow] = []
     for engine in ENGINE_NAMES:
         if engine in UNREADABLE:
             rows.append(ExplainRow(engine, "", "", "", None, f"unknown: {UNREADABLE[engine]}", "", ""))
             continue
-        for convention in known_conventions(engine, facts.family):
+        for convention in known_conventions(engine, family):
             ids, note = None, ""
             try:
-                ids = ids_to_write(wiring, engine, convention.last, facts.family).ids
+                ids = ids_to_write(wiring, engine, convention.last, family).ids
             except ProblemsError as error:
                 note = "; ".join(problem.message for problem in error.problems)
             row = ExplainRow(
