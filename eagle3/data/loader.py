@@ -5,14 +5,16 @@ Shapes: B rows, T tokens, A aux layers, H target hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 import torch
 
 from eagle3.data.packing import pack_rows
+from eagle3.data.row_reader import RowReader, wait_for
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.draft.batch import DraftBatch
 
@@ -80,36 +82,69 @@ class BatchPlan:
         return [shares[i : i + world] for i in range(0, len(shares), world)]
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """What a batch needs of a sample beside its states."""
+
+    id: str
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+
+
 def collate(rows: Sequence[Sequence[StoredSample]], max_length: int) -> DraftBatch:
     """Joins each row's samples, cut to `max_length` tokens each, and pads rows at the right to the longest.
 
     Padding has id 0, zero states, loss mask false, document -1, position 0.
     """
     assert rows and all(rows), "use empty_batch for a rank without rows"
+    first = rows[0][0]
+    tokens = [[_Tokens(sample.id, sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
+    widths = (first.aux_hidden_states.shape[1], first.last_hidden_states.shape[1])
+    batch, places = _frame(tokens, max_length, widths, first.aux_hidden_states.dtype)
+    for sample, (number, columns) in zip(chain.from_iterable(rows), places, strict=True):
+        length = columns.stop - columns.start
+        batch.aux[number, columns] = sample.aux_hidden_states[:length]
+        batch.last_hidden[number, columns] = sample.last_hidden_states[:length]
+    return batch
+
+
+def _frame(
+    rows: Sequence[Sequence[_Tokens]], max_length: int, widths: tuple[int, int], dtype: torch.dtype
+) -> tuple[DraftBatch, list[tuple[int, slice]]]:
+    """A batch whose states are yet to be filled (those of padding are zero), and each sample's row and columns.
+
+    The memory of its states is pinned where there is a GPU, so that copies to it run beside other work.
+    """
     lengths = [[min(sample.input_ids.numel(), max_length) for sample in row] for row in rows]
     shape = (len(rows), max(sum(row) for row in lengths))
-    first = rows[0][0]
+    pin = torch.cuda.is_available()
     batch = DraftBatch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
-        aux=first.aux_hidden_states.new_zeros((*shape, first.aux_hidden_states.shape[1])),
-        last_hidden=first.last_hidden_states.new_zeros((*shape, first.last_hidden_states.shape[1])),
+        aux=torch.empty((*shape, widths[0]), dtype=dtype, pin_memory=pin),
+        last_hidden=torch.empty((*shape, widths[1]), dtype=dtype, pin_memory=pin),
         document_ids=torch.full(shape, -1),
         position_ids=torch.zeros(shape, dtype=torch.int64),
         sample_ids=[sample.id for row in rows for sample in row],
     )
+    places = []
     for number, row in enumerate(rows):
         begin = 0
         for document, (sample, length) in enumerate(zip(row, lengths[number], strict=True)):
-            place = (number, slice(begin, begin + length))
-            batch.input_ids[place] = sample.input_ids[:length].long()
-            batch.loss_mask[place] = sample.loss_mask[:length]
-            batch.aux[place] = sample.aux_hidden_states[:length]
-            batch.last_hidden[place] = sample.last_hidden_states[:length]
-            batch.document_ids[place] = document
-            batch.position_ids[place] = torch.arange(length)
+            columns = slice(begin, begin + length)
+            batch.input_ids[number, columns] = sample.input_ids[:length].long()
+            batch.loss_mask[number, columns] = sample.loss_mask[:length]
+            batch.document_ids[number, columns] = document
+            batch.position_ids[number, columns] = torch.arange(length)
+            places.append((number, columns))
             begin += length
-    return batch
+        batch.aux[number, begin:] = 0
+        batch.last_hidden[number, begin:] = 0
+    return batch, places
+
+
+def _tokens(reader: StoreReader, index: int) -> _Tokens:
+    return _Tokens(reader.samples[index].id, *reader.read_tokens(index))
 
 
 def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype) -> DraftBatch:
@@ -127,8 +162,9 @@ def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype) -> DraftBa
 
 def load_windows(
     reader: StoreReader, windows: Sequence[Window], indices: Sequence[int], max_length: int, rank: int = 0
-) -> Iterator[list[DraftBatch]]:
-    """This rank's micro-batches, a list for each window, in order; the next window is read in the background.
+) -> Generator[list[DraftBatch], None, None]:
+    """This rank's micro-batches, a list for each window, in order; the next window is read in the background, by
+    several threads straight into the batches' memory.
 
     Args:
         reader: the store.
@@ -138,21 +174,33 @@ def load_windows(
         rank: of this process.
     """
     contract = reader.contract
-    aux_width = len(contract.output_indices) * contract.hidden_size
+    widths = (len(contract.output_indices) * contract.hidden_size, contract.hidden_size)
+    dtype: torch.dtype = getattr(torch, contract.dtype)
 
-    def load(window: Window) -> list[DraftBatch]:
-        return [batch(micro_batch[rank]) for micro_batch in window]
+    def begin(window: Window) -> tuple[list[DraftBatch], list[Future[None]]]:
+        """The window's batches, and the reads that fill them."""
+        batches, jobs = [], []
+        for micro_batch in window:
+            samples = [[indices[i] for i in row] for row in micro_batch[rank]]
+            if not samples:
+                batches.append(empty_batch(*widths, dtype))
+                continue
+            tokens = [
+                [_Tokens(reader.samples[index].id, *reader.read_tokens(index)) for index in row] for row in samples
+            ]
+            batch, places = _frame(tokens, max_length, widths, dtype)
+            batches.append(batch)
+            for index, (number, columns) in zip(chain.from_iterable(samples), places, strict=True):
+                jobs += states.read(index, batch.aux[number, columns], batch.last_hidden[number, columns])
+        return batches, jobs
 
-    def batch(rows: list[Row]) -> DraftBatch:
-        if not rows:
-            return empty_batch(aux_width, contract.hidden_size, getattr(torch, contract.dtype))
-        return collate([[reader.read(indices[i]) for i in row] for row in rows], max_length)
-
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load_windows") as pool:
+    with RowReader(reader) as states:
         ahead = None
         for window in windows:
-            ahead, current = pool.submit(load, window), ahead
+            ahead, current = begin(window), ahead
             if current is not None:
-                yield current.result()
+                wait_for(current[1])
+                yield current[0]
         if ahead is not None:
-            yield ahead.result()
+            wait_for(ahead[1])
+            yield ahead[0]

@@ -70,6 +70,10 @@ class StoreReader:
         self._check_ids(index, input_ids)
         return input_ids, self._slice(index, "loss_mask").bool()
 
+    def place(self, index: int) -> tuple[str, int]:
+        """The shard's file that sample `index` is in, and its first row there."""
+        return self._places[index]
+
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
         tensors = load_file(self.folder / TARGET_HEAD_FILE)

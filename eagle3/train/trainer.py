@@ -10,8 +10,8 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -104,13 +104,18 @@ class Trainer:
         self.since_line.begin()
         with progress("train", tokens_left, "tokens") as advance:
             for windows in self._epochs_left():
-                for window, batches in zip(windows, self._load_windows(windows), strict=True):
-                    note = self._step(window, batches)
-                    advance(self._tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
-                    self._evaluate_and_save()
-                    self.since_line.begin()
+                with closing(self._load_windows(windows)) as loaded:
+                    for window in windows:
+                        with self.since_line.waiting():
+                            batches = next(loaded)
+                        note = self._step(window, batches)
+                        advance(self._tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
+                        self._evaluate_and_save()
+                        self.since_line.begin()
         if self.tracker is not None:
             self.tracker.close()
+            if note := self.since_line.note():
+                print(note, file=sys.stderr)
         self.accelerator.wait_for_everyone()
         return read_result(self.run, self.state, self.accelerator.is_main_process)
 
@@ -122,7 +127,7 @@ class Trainer:
             yield windows
             step += len(windows)
 
-    def _load_windows(self, windows: list[Window]) -> Iterator[list[DraftBatch]]:
+    def _load_windows(self, windows: list[Window]) -> Generator[list[DraftBatch], None, None]:
         train, rank = self.samples.train, self.accelerator.process_index
         return load_windows(train.reader, windows, train.indices, train.max_length, rank)
 
@@ -225,12 +230,33 @@ class Trainer:
         return sum(self.plan.lengths[place] for place in _places(window))
 
 
+_MOST_WAITING = 0.02
+
+
 class Interval:
-    """Tokens and training time since the last log line."""
+    """Tokens, training time and time spent waiting for data, since the last log line and in all."""
 
     def __init__(self) -> None:
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
+        self._all_seconds = self._all_waited = 0.0
         self._started = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what it encloses as waiting."""
+        begin = time.monotonic()
+        yield
+        self.waited += time.monotonic() - begin
+
+    def note(self) -> str:
+        """What to say of the waiting at the end, in words; empty if it is below 2% or took no second."""
+        share = self._all_waited / self._all_seconds if self._all_seconds else 0.0
+        if share < _MOST_WAITING or self._all_waited < 1:
+            return ""
+        return (
+            f"note: training waited for data {share:.0%} of its time ({self._all_waited:.0f} s): the store's disk "
+            f"gives less than training takes; benchmarks/store.py measures it, see docs/training.md"
+        )
 
     def begin(self) -> None:
         self._started = time.monotonic()
@@ -240,9 +266,12 @@ class Interval:
         self.tokens += tokens
 
     def take(self) -> dict[str, float]:
-        """`tokens_per_second` and `seconds` of the interval, which starts anew."""
-        values = {"tokens_per_second": self.tokens / self.seconds, "seconds": self.seconds}
-        self.tokens, self.seconds = 0, 0.0
+        """`tokens_per_second`, `seconds` and `data_wait` (a share) of the interval, which starts anew."""
+        share = self.waited / self.seconds
+        values = {"tokens_per_second": self.tokens / self.seconds, "seconds": self.seconds, "data_wait": share}
+        self._all_seconds += self.seconds
+        self._all_waited += self.waited
+        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
         return values
 
 

@@ -77,3 +77,12 @@ def test_what_accelerate_drops_in_silence_on_a_cpu_is_refused(folder: Path) -> N
     assert "[train.engine] accelerate launch: asks for FSDP" in done.stderr
     assert "[train.processes] accelerate launch: 2 processes were asked for" in done.stderr
     assert not (folder / "refused").exists()
+
+
+def test_the_store_benchmark_still_runs() -> None:
+    command = [sys.executable, "benchmarks/store.py", "--shape", "small", "--repeats", "1"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert found.returncode == 0, found.stderr
+    for what in ("plain", "batches", "share of plain", "open"):
+        assert f'{{"what": "{what}",' in found.stdout

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle3.data import row_reader
 from eagle3.data.loader import BatchPlan, Window, collate, empty_batch, load_windows
 from eagle3.data.store import StoredSample, StoreReader
+from eagle3.errors import ProblemsError
 
 from .cases import AUX, HIDDEN, make_store, sample, writer
 
@@ -142,28 +144,48 @@ def test_loading_reads_one_window_ahead_and_stops_with_its_consumer(
     reader: StoreReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    real = reader.read
+    real = reader.read_tokens
 
-    def spy(index: int) -> StoredSample:
+    def spy(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         read.append(index)
         return real(index)
 
-    monkeypatch.setattr(reader, "read", spy)
+    monkeypatch.setattr(reader, "read_tokens", spy)
     windows = plan(7).epoch(0)
     batches = load_windows(reader, windows, range(7), 64)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert len(read) == 2
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load_windows")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_rows")]
 
 
-def test_an_error_in_the_background_reaches_the_consumer(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(index: int) -> StoredSample:
-        raise OSError(f"sample {index} cannot be read")
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+@pytest.mark.parametrize("max_length", [64, 5])
+def test_what_is_loaded_is_what_collating_the_samples_gives(
+    reader: StoreReader, monkeypatch: pytest.MonkeyPatch, piece: int, max_length: int
+) -> None:
+    monkeypatch.setattr(row_reader, "_PIECE_BYTES", piece)
+    lengths = [min(sample.tokens, max_length) for sample in reader.samples]
+    windows = BatchPlan(0, lengths, 2 * max_length, batch_size=2, pack=True).epoch(0)
+    for window, [batch] in zip(windows, load_windows(reader, windows, range(7), max_length), strict=True):
+        [[rows]] = window
+        expected = collate([[reader.read(index) for index in row] for row in rows], max_length)
+        assert batch.sample_ids == expected.sample_ids
+        for name, value in vars(expected).items():
+            if name != "sample_ids":
+                assert torch.equal(getattr(batch, name), value), name
 
-    monkeypatch.setattr(reader, "read", broken)
-    with pytest.raises(OSError, match="cannot be read"):
-        list(load_windows(reader, plan(7).epoch(0), range(7), 64))
+
+def test_a_shard_that_shrinks_while_it_is_in_use_is_named_with_the_sample(reader: StoreReader) -> None:
+    path = next(reader.folder.glob("shard-*"))
+    batches = load_windows(reader, plan(7).epoch(0), range(7), 64)
+    next(batches)
+    with open(path, "r+b") as handle:
+        handle.truncate(path.stat().st_size // 2)
+    with pytest.raises(ProblemsError) as error:
+        list(batches)
+    [problem] = error.value.problems
+    assert problem.kind == "store.shard_truncated" and "sample 's" in problem.where
 
 
 def test_resuming_in_the_middle_of_an_epoch_gives_its_rest(reader: StoreReader) -> None:

@@ -1,0 +1,174 @@
+"""How fast training batches come from a store, against reading the same bytes plainly.
+
+    python benchmarks/store.py --folder /fast/disk      a store of Kimi-K2.5's width, 4 GB
+    python benchmarks/store.py --shape small            in a second: shows that it still runs
+
+Prints a JSON line for each pass over the store: `plain` reads every shard with as many threads in large blocks into
+one buffer again and again; `batches` is what the trainer iterates over (packed rows, shuffled, in pinned memory where
+there is a GPU); `open` is opening a store of many small shards. The page cache is dropped before each pass
+where the system lets a program do that, unless `--warm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from eagle3.data.loader import BatchPlan, load_windows
+from eagle3.data.store import StoredSample, StoreReader, StoreWriter
+from eagle3.data.store_format import MANIFEST_FILE, ShardInfo, load_manifest, shard_name
+from eagle3.data.store_sample import shard_content
+from eagle3.data.tensor_file import write_tensor_file
+from eagle3.files import write_json_atomic
+from eagle3.wiring.contract import WiringContract
+
+SHAPES = {"kimi": (7168, 163840, 2048, 36), "small": (64, 512, 64, 12)}
+BLOCK = 8 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="kimi")
+    parser.add_argument("--folder", type=Path, help="where the store is made; default: a temporary folder")
+    parser.add_argument("--row", type=int, help="tokens of a packed row; default: twice a sample's longest")
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=20_000, help="of the store that is only opened (small: 200)")
+    parser.add_argument("--warm", action="store_true", help="leave the page cache as it is")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(temporary) / "store"
+        write(folder, args.shape)
+        size = sum(path.stat().st_size for path in folder.glob("shard-*"))
+        print(json.dumps({"what": "written", "gb": round(size / 1e9, 3), "torch": torch.__version__}), flush=True)
+        passes = {"plain": plain, "batches": batches}
+        rates = {what: measure(what, work, folder, args) for what, work in passes.items()}
+        print(json.dumps({"what": "share of plain", "value": round(rates["batches"] / rates["plain"], 3)}), flush=True)
+        opening(Path(temporary) / "many", 200 if args.shape == "small" else args.shards)
+
+
+def write(folder: Path, shape: str, samples: int | None = None, each: int = 4) -> None:
+    """Random samples of half to the whole length, a third of the tokens supervised."""
+    hidden, vocab, longest, count = SHAPES[shape]
+    torch.manual_seed(0)
+    head = {"embed_tokens.weight": torch.zeros(vocab, hidden, dtype=torch.bfloat16), "norm.weight": torch.ones(hidden)}
+    with StoreWriter(folder, contract(shape), {}, {"rms_norm_eps": 1e-5}, head) as writer:
+        for begin in range(0, samples or count, each):
+            numbers = range(begin, min(begin + each, samples or count))
+            tokens = [longest // 2 + number * 37 % (longest // 2) for number in numbers]
+            writer.write_shard([sample(*item, hidden, vocab) for item in zip(numbers, tokens, strict=True)])
+
+
+def contract(shape: str) -> WiringContract:
+    hidden, vocab, _, _ = SHAPES[shape]
+    digests = [f"sha256:{digit * 64}" for digit in "123"]
+    return WiringContract(
+        target_name="random",
+        target_family="llama",
+        target_config_digest=digests[0],
+        num_hidden_layers=61,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        output_indices=(2, 30, 58),
+        last_hidden_states="post_norm",
+        dtype="bfloat16",
+        tokenizer_digest=digests[1],
+        chat_template_digest=digests[2],
+    )
+
+
+def sample(number: int, tokens: int, hidden: int, vocab: int) -> StoredSample:
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    mask[tokens * 2 // 3 :] = True
+    return StoredSample(
+        id=f"s{number}",
+        input_ids=torch.randint(0, vocab, (tokens,), dtype=torch.int32),
+        loss_mask=mask,
+        aux_hidden_states=torch.randn(tokens, 3 * hidden).to(torch.bfloat16),
+        last_hidden_states=torch.randn(tokens, hidden).to(torch.bfloat16),
+    )
+
+
+def measure(what: str, work: Any, folder: Path, args: argparse.Namespace) -> float:
+    """Bytes/s of states, the median of some passes."""
+    rates, size = [], 0
+    for number in range(args.repeats):
+        if not args.warm:
+            drop_cache(folder)
+        begin = time.perf_counter()
+        size = work(folder, args, number)
+        rates.append(size / (time.perf_counter() - begin))
+    middle = statistics.median(rates)
+    values = {"gb_per_second": middle / 1e9, "spread": (max(rates) - min(rates)) / middle, "gb": size / 1e9}
+    print(json.dumps({"what": what, **{key: round(value, 3) for key, value in values.items()}}), flush=True)
+    return middle
+
+
+def plain(folder: Path, args: argparse.Namespace, number: int) -> int:
+    """Every byte of every shard, a block at a time into one buffer a thread."""
+    pin = torch.cuda.is_available()
+    buffers = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pin).numpy().data for _ in range(args.threads)]
+
+    def read(job: tuple[int, int, int]) -> int:
+        descriptor, begin, thread = job
+        return os.preadv(descriptor, [buffers[thread]], begin)
+
+    total = 0
+    with ThreadPoolExecutor(args.threads) as pool:
+        for path in sorted(folder.glob("shard-*")):
+            descriptor = os.open(path, os.O_RDONLY)
+            blocks = range(0, path.stat().st_size, BLOCK)
+            total += sum(pool.map(read, ((descriptor, at, place % args.threads) for place, at in enumerate(blocks))))
+            os.close(descriptor)
+    return total
+
+
+def batches(folder: Path, args: argparse.Namespace, number: int) -> int:
+    """The trainer's batches of one epoch."""
+    row = args.row or 2 * SHAPES[args.shape][2]
+    reader = StoreReader(folder)
+    plan = BatchPlan(0, [item.tokens for item in reader.samples], row, pack=True)
+    for window in load_windows(reader, plan.epoch(number), range(len(reader)), row):
+        del window
+    per_token = 4 * reader.contract.hidden_size * 2
+    return sum(item.tokens for item in reader.samples) * per_token
+
+
+def opening(folder: Path, shards: int) -> None:
+    """Seconds to open a store of so many shards, each of one sample of four tokens."""
+    write(folder, "small", samples=1)
+    manifest, (hidden, vocab, _, _) = load_manifest(folder), SHAPES["small"]
+    entries = list(manifest.shards)
+    for number in range(1, shards):
+        one, path = sample(number, 4, hidden, vocab), folder / shard_name(number)
+        digest = write_tensor_file(path, *shard_content([one], manifest.contract))
+        entries.append(ShardInfo(path.name, path.stat().st_size, digest, (one.info,)))
+    write_json_atomic(folder / MANIFEST_FILE, replace(manifest, shards=tuple(entries)).to_dict())
+    begin = time.perf_counter()
+    assert len(StoreReader(folder)) == shards
+    print(json.dumps({"what": "open", "shards": shards, "seconds": round(time.perf_counter() - begin, 3)}), flush=True)
+
+
+def drop_cache(folder: Path) -> None:
+    for path in folder.glob("shard-*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Reads the states of samples from their shards straight into a batch's memory, several pieces at a time.
+
+Legend: T tokens of a sample, A aux layers, H target hidden.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from eagle3.data.store import StoreReader
+from eagle3.errors import problem_error
+from eagle3.wiring.safetensors_header import read_header
+
+_THREADS = 8
+_PIECE_BYTES = 8 << 20
+_OPEN_SHARDS = 64
+STATES = ("aux_hidden_states", "last_hidden_states")
+
+
+class RowReader:
+    """Threads that read for one consumer. A context manager; what is still to be read at its end is dropped.
+
+    Args:
+        reader: the store.
+        threads: that read at a time.
+    """
+
+    def __init__(self, reader: StoreReader, threads: int = _THREADS) -> None:
+        self._reader = reader
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read_rows")
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(_Shard)
+
+    def read(self, index: int, aux: torch.Tensor, last: torch.Tensor) -> list[Future[None]]:
+        """Begins to read a sample's first rows.
+
+        Args:
+            index: of the sample in the store.
+            aux: contiguous [n, A * H] on the CPU, n at most T; filled when all that is returned is done.
+            last: contiguous [n, H].
+
+        Returns:
+            the reads; one whose file has become shorter raises `ProblemsError`, which names shard and sample.
+        """
+        jobs = []
+        file, row = self._reader.place(index)
+        for name, target in zip(STATES, (aux, last), strict=True):
+            memory = target.view(torch.uint8).flatten()
+            begin = row * (memory.numel() // len(target))
+            for at in range(0, memory.numel(), _PIECE_BYTES):
+                piece = memory[at : at + _PIECE_BYTES]
+                jobs.append(self._pool.submit(self._fill, index, file, name, begin + at, piece))
+        return jobs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._open.cache_clear()
+
+    def _fill(self, index: int, file: str, name: str, begin: int, piece: torch.Tensor) -> None:
+        shard = self._open(self._reader.folder / file)
+        if not shard.read(name, begin, piece.numpy().data):
+            where = f"{shard.path}: sample {self._reader.samples[index].id!r}"
+            fix = "run `eagle3 data verify`, then `eagle3 extract` again"
+            raise problem_error(where, "store.shard_truncated", "the file has become shorter while in use", fix)
+
+
+class _Shard:
+    """An open shard and where its tensors begin."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_header(path)
+        self._begins = {name: header.data_start + header.tensors[name].begin for name in STATES}
+        self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
+
+    def read(self, name: str, begin: int, target: memoryview) -> bool:
+        """Fills `target` from byte `begin` of a tensor; false if the file ends before."""
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._handle.fileno(), [target[done:]], self._begins[name] + begin + done)
+            if not count:
+                return False
+            done += count
+        return True
+
+
+def wait_for(jobs: Sequence[Future[None]]) -> None:
+    """Waits for reads; raises what went wrong in the first that failed."""
+    for job in jobs:
+        job.result()
