@@ -100,7 +100,8 @@ def process_lock_file(index: int) -> str:
 
 def shard_files(folder: Path) -> list[Path]:
     """Every file in the folder that has a shard's name, listed in the manifest or not."""
-    return sorted(path for path in folder.iterdir() if _SHARD_NAME.fullmatch(path.name))
+    names = sorted(path.name for path in folder.iterdir())  # paths compare far slower
+    return [folder / name for name in names if _SHARD_NAME.fullmatch(name)]
 
 
 def shard_metadata(samples: Iterable[SampleInfo]) -> dict[str, Any]:

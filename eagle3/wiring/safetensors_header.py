@@ -7,6 +7,8 @@ back zeros or garbage for bytes that are not there.
 from __future__ import annotations
 
 import array
+import os
+import stat
 import sys
 from dataclasses import dataclass
 from math import prod
@@ -60,10 +62,10 @@ def read_header(path: Path) -> Header:
             `safetensors.entry`, `safetensors.overlap`, `safetensors.gap`, `safetensors.truncated`,
             `safetensors.too_long`.
     """
-    with readable(path):
-        if not path.is_file():
-            raise problem_error(str(path), "file.missing", "no such file (a safetensors file)", "check the path")
-        file_bytes = path.stat().st_size
+    status = _status(path)
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise problem_error(str(path), "file.missing", "no such file (a safetensors file)", "check the path")
+    file_bytes = status.st_size
     with readable(path), open(path, "rb") as handle:
         start = handle.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little")
@@ -80,6 +82,15 @@ def read_header(path: Path) -> Header:
     header = Header(tensors, metadata, _LENGTH_BYTES + length, file_bytes)
     raise_problems(_layout_problems(path, header))
     return header
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None if there is nothing of that name."""
+    with readable(path):
+        try:
+            return path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+            return None
 
 
 def read_int_tensor(path: Path, name: str) -> list[int]:
