@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle3.cli.common import AsJson, problems_as
+from eagle3.errors import problem_error
 
 data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
 
 Workers = Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core, 8 at most.")]
+Link = Annotated[bool, typer.Option("--link", help="Hard links instead of copies, where the file system allows.")]
 Resume = Annotated[Path | None, typer.Option(help="Remember in this file what was found whole, and go on from it.")]
 
 
@@ -83,3 +85,42 @@ def data_inspect(
         print(f"\nsample {name!r}, its supervised tokens {'highlighted' if console.is_terminal else 'as {+this+}'}:")
         text = Text.assemble(*((part, "bold green" if marks else "") for part, marks in parts))
         console.print(text if console.is_terminal else Text(marked(parts)))
+
+
+@data_app.command("merge")
+def data_merge(
+    out: Annotated[Path, typer.Argument(help="Folder of the new store.")],
+    stores: Annotated[list[Path], typer.Argument(help="Hidden-state stores, two at least.")],
+    allow_different_data: Annotated[
+        bool, typer.Option("--allow-different-data", help="They may be of different conversations.")
+    ] = False,
+    link: Link = False,
+) -> None:
+    """One store of several; what was begun goes on."""
+    from eagle3.data.store_merge import merge
+
+    print(merge(out, stores, allow_different_data, link).render())
+
+
+@data_app.command("split")
+def data_split(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    out: Annotated[Path, typer.Argument(help="Folder for part-00000, part-00001 ...")],
+    parts: Annotated[int | None, typer.Option(help="Runs of about as many tokens, of whole shards.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="Or: a random fraction of the samples, and the rest.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random fraction; default: 0.")] = None,
+    link: Link = False,
+) -> None:
+    """Several stores of one, which stays; what was begun goes on."""
+    from eagle3.data.store_split import split_fraction, split_parts
+
+    if (parts is None) == (fraction is None) or (parts is not None and seed is not None):
+        fix = "give --parts, or --fraction and perhaps --seed"
+        raise problem_error("data split", "split.how", "needs one way to cut the store", fix)
+    if parts is not None:
+        reports = split_parts(folder, out, parts, link)
+    else:
+        assert fraction is not None
+        reports = split_fraction(folder, out, fraction, seed or 0, link)
+    for report in reports:
+        print(report.render())

@@ -146,15 +146,25 @@ def _temporary_files(folder: Path) -> list[Path]:
 
 
 def setting_differences(stored: dict[str, Any], given: dict[str, Any], where: str) -> list[Problem]:
-    """One problem for each setting (JSON values, nested keys dotted) in which a run differs from what it resumes."""
-    mine, theirs = dict(_flat(stored)), dict(_flat(given))
-    problems = []
-    for key in sorted(mine.keys() | theirs.keys()):
-        begun, now = (repr(side[key]) if key in side else "nothing" for side in (mine, theirs))
-        if begun != now:
-            message = f"settings.{key}: it was begun with {begun}, this run has {now}"
-            problems.append(Problem(where, "store.other_settings", message, _OTHER_SETTINGS_FIX))
-    return problems
+    """One problem for each setting in which a run differs from what it resumes."""
+    return [
+        Problem(
+            where,
+            "store.other_settings",
+            f"settings.{key}: it was begun with {begun}, this run has {now}",
+            _OTHER_SETTINGS_FIX,
+        )
+        for key, begun, now in differing_settings(stored, given)
+    ]
+
+
+def differing_settings(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
+    """Each setting (JSON values, nested keys dotted) in which two stores differ, and what it is in each."""
+    flat = [dict(_flat(side)) for side in (mine, theirs)]
+    for key in sorted(flat[0].keys() | flat[1].keys()):
+        ours, others = (repr(side[key]) if key in side else "nothing" for side in flat)
+        if ours != others:
+            yield key, ours, others
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
