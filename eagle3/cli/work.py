@@ -27,13 +27,17 @@ def regenerate(config: ConfigFile = None, overrides: Overrides = None) -> None:
 def extract(
     config: ConfigFile = None,
     overrides: Overrides = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Extract another store's samples once more instead of `data`.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would read, write and take, and stop.")] = False,
 ) -> None:
     """The target's hidden states for conversations, as a store.
 
     Streamed, several processes share the work (docs/extraction.md).
     """
-    cfg = run_config(ExtractConfig, config, overrides)
+    chosen = [] if source is None else [f"from_store={json.dumps(str(source))}"]
+    cfg = run_config(ExtractConfig, config, [*(overrides or []), *chosen])
     if dry:
         from eagle3.target.estimate import dry_run
 

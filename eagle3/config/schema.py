@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 LayerIndex = Annotated[int, Field(strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -99,7 +99,7 @@ class StreamSection(Section):
     """Threads that read the checkpoint."""
     tokens_per_second: PositiveFloat | None = None
     """Rate of one process that `--dry-run` reckons with; default: measured ones, see docs/benchmarks.md."""
-    process_index: Annotated[int, Field(ge=0, strict=True)] | None = None
+    process_index: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = None
     """This process's number, from 0; default: from RANK, SLURM_PROCID or SLURM_ARRAY_TASK_ID, else 0."""
     process_count: PositiveInt | None = None
     """Processes that share the work; default: from the environment, else 1."""
@@ -129,7 +129,9 @@ class ExtractConfig(Section):
     """`eagle3 extract`: the target's hidden states for conversations, as a store."""
 
     target: TargetConfig
-    data: ConversationsConfig
+    data: ConversationsConfig | None = None
+    from_store: PathText | None = None
+    """A store whose own token ids and loss masks are extracted once more; `data` is not read then."""
     output_indices: list[LayerIndex]
     """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
     output: PathText
@@ -151,6 +153,12 @@ class ExtractConfig(Section):
     """Most samples in a shard; a kill loses at most the shard in work."""
     free_disk_fraction: Fraction = 0.02
     """Share of the disk that must stay free; extraction is refused if it would not."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.data is None and self.from_store is None:
+            raise ValueError("neither data nor from_store is given: nothing to extract")
+        return self
 
 
 class RopeSection(Section):

@@ -18,6 +18,7 @@ from eagle3.provenance import provenance
 from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
+from eagle3.target.reuse import changes, copy_states, reusable
 from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
 from eagle3.target.stream_extract import extract_streamed
@@ -64,9 +65,14 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     lacking: Sequence[str] = ()
+    if cfg.from_store is not None:
+        print(f"extracting from {cfg.from_store} again:", *changes(plan), sep="\n  ", file=sys.stderr)
     check_disk(plan)
     if check_resume(plan):
         extracted = 0
+    elif (source := reusable(plan)) is not None:
+        print("it has all of these states: they are copied, the target does not run", file=sys.stderr)
+        extracted = copy_states(plan, source)
     elif plan.engine == "streamed":
         extracted, lacking = extract_streamed(plan)
     elif plan.engine == "sglang":

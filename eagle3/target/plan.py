@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,15 +18,15 @@ import torch
 
 from eagle3.config import ExtractConfig
 from eagle3.data import store_folder
-from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, special_token_ids
-from eagle3.data.conversations import load_conversations
+from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
 from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.errors import Problem, raise_problems
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
-from eagle3.target.identity import conversations_digest, target_identity
+from eagle3.target.identity import target_identity
 from eagle3.target.resolve import TargetFiles, find_target
+from eagle3.target.source import Source, read_source
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import LayerWiring
 
@@ -88,13 +87,8 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     facts = files.facts
     wiring = LayerWiring(tuple(cfg.output_indices), facts.num_hidden_layers)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    conversations, bad_records = load_conversations(cfg.data)
-    samples, prepared = prepare_samples(
-        tokenizer, conversations, cfg.data.max_length, cfg.data.skip_bad, cfg.data.chat_template_kwargs
-    )
-    prepared.total += bad_records.total()
-    prepared.dropped.update(bad_records)
-    samples = usable_samples(cfg, files, samples, prepared)
+    source = read_source(cfg, tokenizer)
+    samples = usable_samples(source, files)
     identity = target_identity(files, tokenizer, cfg.target)
     contract = WiringContract(
         target_name=facts.name,
@@ -112,25 +106,21 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     settings = {
         "engine": resolve_engine(cfg, files),
         "target": {"weights": identity["weights"], "dtype": identity["dtype"]},
-        "conversations": conversations_digest(conversations),
-        "max_length": cfg.data.max_length,
-        "chat_template_kwargs": cfg.data.chat_template_kwargs,
+        **source.settings,
         "keep_ids": [token for token in special_token_ids(tokenizer) if token < facts.vocab_size],
     }
-    return ExtractPlan(cfg, files, contract, settings, samples, prepared)
+    return ExtractPlan(cfg, files, contract, settings, samples, source.prepared)
 
 
-def usable_samples(
-    cfg: ExtractConfig, files: TargetFiles, samples: Sequence[TokenSample], prepared: PrepareReport
-) -> list[TokenSample]:
+def usable_samples(source: Source, files: TargetFiles) -> list[TokenSample]:
     """The samples that this target can read as text; with `data.skip_bad` the others are dropped and counted.
 
     Raises:
         ProblemsError: without `skip_bad`, each sample that holds a picture's or another vocabulary's ids, or that
             is longer than the target's context.
     """
-    usable, problems = [], []
-    for sample in samples:
+    usable, problems, prepared = [], [], source.prepared
+    for sample in source.samples:
         problem = _sample_problem(sample, files)
         if problem is None:
             usable.append(sample)
@@ -140,8 +130,8 @@ def usable_samples(
         prepared.kept -= 1
         prepared.tokens -= len(sample.input_ids)
         prepared.supervised_tokens -= sum(sample.loss_mask)
-    if not cfg.data.skip_bad or not usable:
-        raise_problems(problems, f"{len(problems)} of {len(samples)} samples cannot be used")
+    if not source.skip_bad or not usable:
+        raise_problems(problems, f"{len(problems)} of {len(source.samples)} samples cannot be used")
     return usable
 
 

@@ -66,7 +66,9 @@ def test_code_is_downloaded_only_where_it_is_trusted(
 def test_an_unsupported_model_type_names_those_that_are(tiny_target: TinyTarget, tmp_path: Path) -> None:
     config = json.loads((tiny_target("llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
-    with pytest.raises(ProblemsError, match=r"target\.unsupported.*'mamba'.*deepseek_v3, gpt_oss, kimi_k2, kimi_k25, llama"):
+    with pytest.raises(
+        ProblemsError, match=r"target\.unsupported.*'mamba'.*deepseek_v3, gpt_oss, kimi_k2, kimi_k25, llama"
+    ):
         find_target(TargetConfig(path=str(tmp_path)))
 
 

@@ -1,0 +1,79 @@
+"""States that another store has already: `eagle3 extract --from` then copies them, and the target does not run.
+
+Legend: A aux layers, H target hidden.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+from eagle3.data.store import StoredSample, StoreReader, StoreWriter
+from eagle3.data.store_format import TARGET_HEAD_FILE
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.target.capture import shards_by_size
+from eagle3.target.plan import ExtractPlan
+
+_SAME = ("target_config_digest", "num_hidden_layers", "hidden_size", "last_hidden_states")
+
+
+def changes(plan: ExtractPlan) -> list[str]:
+    """What differs between the contract of the store that is extracted from and the new one's, a line each."""
+    assert plan.cfg.from_store is not None
+    source = plan.cfg.from_store
+    lines = [
+        problem.message for problem in StoreReader(source).contract.compare(plan.contract, source, plan.cfg.output)
+    ]
+    return lines or ["both stores have the same contract"]
+
+
+def reusable(plan: ExtractPlan) -> StoreReader | None:
+    """The store to copy from: the same target in the same type, all of the layers, no wider type; else None."""
+    if plan.cfg.from_store is None:
+        return None
+    reader = StoreReader(plan.cfg.from_store)
+    old, new = reader.contract, plan.contract
+    narrower = old.dtype == new.dtype or old.dtype == "float32"
+    same = all(getattr(old, name) == getattr(new, name) for name in _SAME)
+    same = same and reader.settings.get("target") == plan.settings["target"]
+    covered = set(new.output_indices) <= set(old.output_indices)
+    return reader if same and narrower and covered else None
+
+
+def copy_states(plan: ExtractPlan, reader: StoreReader) -> int:
+    """Writes the samples that the new store lacks, from the old one's states; returns how many."""
+    old = reader.contract
+    slots = [old.output_indices.index(index) for index in plan.contract.output_indices]
+    with StoreWriter(
+        plan.folder,
+        plan.contract,
+        plan.settings,
+        reader.target_config,
+        load_file(reader.folder / TARGET_HEAD_FILE),
+        provenance={**provenance(), "config": plan.cfg.model_dump(mode="json")},
+    ) as writer:
+        for problem in writer.redone:
+            print(f"redone: {problem}", file=sys.stderr)
+        shards = shards_by_size(plan.sizes, plan.cfg.shard_max_bytes, plan.cfg.shard_max_samples)
+        work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
+        tokens = sum(len(plan.samples[index].input_ids) for shard in work for index in shard)
+        with progress("copy", tokens, "tokens") as advance:
+            for missing in filter(None, work):
+                writer.write_shard([_copied(reader, index, slots, plan.store_dtype) for index in missing])
+                advance(sum(len(plan.samples[index].input_ids) for index in missing))
+    return sum(map(len, work))
+
+
+def _copied(reader: StoreReader, index: int, slots: list[int], dtype: torch.dtype) -> StoredSample:
+    sample = reader.read(index)
+    parts = sample.aux_hidden_states.split(reader.contract.hidden_size, dim=-1)
+    return StoredSample(
+        id=sample.id,
+        input_ids=sample.input_ids,
+        loss_mask=sample.loss_mask,
+        aux_hidden_states=torch.cat([parts[slot] for slot in slots], dim=-1).to(dtype),
+        last_hidden_states=sample.last_hidden_states.to(dtype),
+    )

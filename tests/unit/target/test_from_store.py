@@ -1,0 +1,150 @@
+"""`eagle3 extract --from`: another store's samples once more, with other layers, types or weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3.config import build_config
+from eagle3.config.schema import ExtractConfig
+from eagle3.data.store import StoreReader
+from eagle3.errors import ProblemsError
+from eagle3.target import extract
+from eagle3.target.extract import run_extract
+from eagle3.target.tiny import make_tiny_llama
+from tests.unit.target.cases import extract_config, relative, write_conversations
+
+
+@pytest.fixture
+def target(tiny_target: Callable[[str], Path]) -> Path:
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def old(target: Path, tmp_path: Path) -> Path:
+    data = write_conversations(tmp_path / "data.jsonl", 12)
+    run_extract(extract_config(target, data, tmp_path / "old", output_indices=[1, 3, 5]))
+    return tmp_path / "old"
+
+
+def again(checkpoint: Path, source: Path, output: Path, **values: Any) -> ExtractConfig:
+    nested = {
+        "target": {"path": str(checkpoint), "dtype": "float32", "device": "cpu"},
+        "from_store": str(source),
+        "output": str(output),
+        "store_dtype": "float32",
+        "free_disk_fraction": 0.0,
+        **values,
+    }
+    return build_config(ExtractConfig, nested, "test")
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def never(*_: object) -> Any:
+    raise AssertionError("the target ran")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "streamed"])
+def test_other_layers_are_those_of_an_extraction_from_the_conversations(
+    target: Path, old: Path, tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(old)
+    direct = extract_config(target, tmp_path / "data.jsonl", tmp_path / "direct", output_indices=[2, 5], engine=engine)
+    run_extract(direct)
+
+    report = run_extract(again(target, old, tmp_path / "new", output_indices=[2, 5], engine=engine))
+
+    assert report.extracted == 12 and files(old) == before
+    found, expected = StoreReader(tmp_path / "new"), StoreReader(tmp_path / "direct")
+    assert found.contract == expected.contract and found.samples == expected.samples
+    for index in range(12):
+        one, other = found.read(index), expected.read(index)
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.loss_mask, other.loss_mask)
+        assert relative(one.aux_hidden_states, other.aux_hidden_states) < 1e-6
+        assert relative(one.last_hidden_states, other.last_hidden_states) < 1e-6
+    assert "layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_are_there_are_copied(
+    target: Path, old: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract, "load_model", never)
+    before = files(old)
+
+    report = run_extract(again(target, old, tmp_path / "new", output_indices=[1, 5], store_dtype=dtype))
+
+    assert report.extracted == 12 and files(old) == before
+    found, source = StoreReader(tmp_path / "new"), StoreReader(old)
+    for index in range(12):
+        one, other = found.read(index), source.read(index)
+        first, _, third = other.aux_hidden_states.chunk(3, dim=-1)
+        assert torch.equal(one.aux_hidden_states, torch.cat([first, third], -1).to(getattr(torch, dtype)))
+        assert torch.equal(one.last_hidden_states, other.last_hidden_states.to(getattr(torch, dtype)))
+    assert run_extract(again(target, old, tmp_path / "new", output_indices=[1, 5], store_dtype=dtype)).extracted == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"output_indices": [1, 4]},
+        {"output_indices": [1], "last_hidden_states": "pre_norm"},
+        {"output_indices": [1], "target": {"dtype": "bfloat16"}},
+    ],
+)
+def test_what_is_not_there_runs_the_target(
+    target: Path, old: Path, tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values["target"] = {"path": str(target), "dtype": "float32", "device": "cpu", **values.get("target", {})}
+    monkeypatch.setattr(extract, "load_model", never)
+
+    with pytest.raises(AssertionError, match="the target ran"):
+        run_extract(again(target, old, tmp_path / "new", **values))
+
+
+def test_a_new_version_of_the_target_runs(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = make_tiny_llama(tmp_path / "other", seed=1)
+    monkeypatch.setattr(extract, "load_model", never)
+
+    with pytest.raises(AssertionError, match="the target ran"):
+        run_extract(again(other, old, tmp_path / "new", output_indices=[1]))
+
+
+def test_a_narrow_type_is_not_widened(target: Path, old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_extract(again(target, old, tmp_path / "narrow", output_indices=[1, 5], store_dtype="bfloat16"))
+    monkeypatch.setattr(extract, "load_model", never)
+
+    with pytest.raises(AssertionError, match="the target ran"):
+        run_extract(again(target, tmp_path / "narrow", tmp_path / "wide", output_indices=[1], store_dtype="float32"))
+
+
+def test_a_store_is_never_changed_in_place(target: Path, old: Path) -> None:
+    before = files(old)
+    with pytest.raises(ProblemsError) as error:
+        run_extract(
+            again(target, old / "." / "..", old, output_indices=[1]).model_copy(update={"from_store": str(old)})
+        )
+
+    assert [problem.kind for problem in error.value.problems] == ["extract.same_store"]
+    assert files(old) == before
+
+
+def test_another_tokenizers_ids_are_refused(tiny_target: Callable[[str], Path], old: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError) as error:
+        run_extract(again(tiny_target("kimi"), old, tmp_path / "new", output_indices=[1]))
+
+    assert [problem.kind for problem in error.value.problems] == ["extract.other_tokenizer"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_without_a_source_is_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProblemsError, match="neither data nor from_store"):
+        again(target, tmp_path, tmp_path / "new", output_indices=[1], from_store=None)
