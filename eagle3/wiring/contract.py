@@ -138,7 +138,7 @@ def _layers_message(ours: tuple[int, ...], others: tuple[int, ...], mine: str, t
     assert difference is not None
     return (
         f"output_indices: {mine} has {describe_layers(ours)} {list(ours)}, {theirs} has {describe_layers(others)} "
-        f"{list(others)}; in the {mine}, {difference[1]}"
+        f"{list(others)}; in {mine}, {difference[1]}"
     )
 
 

@@ -238,7 +238,7 @@ def test_a_dataset_extracted_one_layer_early_is_put_in_words(tmp_path: Path) -> 
 
     (problem,) = check_checkpoint(checkpoint, dataset=dataset)
 
-    assert "in the dataset, every layer is one too early" in problem.message
+    assert "in dataset, every layer is one too early" in problem.message
 
 
 def test_a_contract_with_another_draft_vocab_than_the_tables(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_draft_vocab_that_one_side_has_not_chosen_yet_is_no_difference() -> No
 def test_differing_layers_are_put_in_words(indices: tuple[int, ...], words: str) -> None:
     (problem,) = make_contract(output_indices=indices).compare(make_contract(), "dataset", "run")
 
-    assert problem.message.endswith(f"in the dataset, {words}")
+    assert problem.message.endswith(f"in dataset, {words}")
     assert "run has the outputs of layers 2, 30, 58 [2, 30, 58]" in problem.message
     assert f"dataset has {describe_layers(indices)} {list(indices)}" in problem.message
 
