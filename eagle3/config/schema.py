@@ -100,7 +100,7 @@ class StreamSection(Section):
     tokens_per_second: PositiveFloat | None = None
     """Rate of one process that `--dry-run` reckons with; default: measured ones, see docs/benchmarks.md."""
     process_index: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = None
-    """This process's number, from 0; default: from RANK, SLURM_PROCID or SLURM_ARRAY_TASK_ID, else 0."""
+    """This process's number, from 0; default: from RANK, SLURM_ARRAY_TASK_ID or SLURM_PROCID, else 0."""
     process_count: PositiveInt | None = None
     """Processes that share the work; default: from the environment, else 1."""
 
@@ -133,7 +133,7 @@ class ExtractConfig(Section):
     from_store: PathText | None = None
     """A store whose own token ids and loss masks are extracted once more; `data` is not read then."""
     output_indices: list[LayerIndex]
-    """Decoder layers whose outputs are captured (0-based, ascending; -1 is the embedding)."""
+    """Decoder layers whose outputs are captured, e.g. `[2,30,58]` (0-based, ascending; -1 is the embedding)."""
     output: PathText
     """Folder of the hidden-state store."""
     engine: Literal["auto", "transformers", "streamed", "sglang"] = "auto"

@@ -6,14 +6,16 @@ Hours are an estimate: rates measured on one card, scaled by what a token comput
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from eagle3.config import ExtractConfig
+from eagle3.data.store_check import check_shard
 from eagle3.errors import Problem, ProblemsError
 from eagle3.target.engines.sglang_server import newest_start_command
-from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, size_text
+from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, process_problems, size_text
+from eagle3.target.resolve import pick_device
 from eagle3.target.stream_plan import (
     StreamPlan,
     begun_manifest,
@@ -25,7 +27,7 @@ from eagle3.target.stream_plan import (
 from eagle3.target.streaming.checkpoint import raw_bytes
 
 # Kimi-K2.5 on one H200, documents of 2k tokens; see docs/benchmarks.md, "Extraction of Kimi-K2.5".
-_RATES = {"streamed": 8_110.0, "transformers": 5_088.0}
+_RATES = {"streamed": 8_110.0, "transformers": 5_230.0}
 _RATED_PARAMETERS = 30.5e9
 """Parameters of Kimi-K2.5's decoder layers that a token goes through."""
 _SHARES_SHOWN = 16
@@ -59,6 +61,7 @@ def dry_run(cfg: ExtractConfig) -> DryRun:
     except ProblemsError as error:
         problems += error.problems
     try:
+        problems += process_problems(plan)
         lines += _streamed(make_stream_plan(plan, begun_settings(plan))) if plan.engine == "streamed" else _whole(plan)
     except ProblemsError as error:
         problems += error.problems
@@ -77,6 +80,11 @@ def active_parameters(layers: Sequence[torch.nn.Module], chosen: int) -> int:
 def _streamed(stream: StreamPlan) -> Iterator[str]:
     yield from stream.memory.lines()
     manifest = begun_manifest(stream.plan)
+    if manifest is not None:
+        sound = [shard for shard in manifest.shards if not check_shard(stream.plan.folder, shard, manifest.contract)]
+        if bad := len(manifest.shards) - len(sound):
+            yield f"{bad:,} shards are missing or damaged, and are done again"
+        manifest = replace(manifest, shards=tuple(sound))
     left = [[chunk for chunk, _ in missing_shards(chunks, manifest)] for chunks in stream.shares]
     passes, count = sum(map(len, left)), stream.process.count
     skeleton = stream.skeleton
@@ -91,9 +99,10 @@ def _streamed(stream: StreamPlan) -> Iterator[str]:
     yield f"rate: {source}"
     if rate is not None:
         needed = pass_bytes * rate / max(stream.memory.sizes.chunk_tokens, 1) / 1e9
+        together = f", {_duration(max(tokens) / rate)} for {count:,}" if count > 1 else ""
         yield (
-            f"time, estimated: {_duration(sum(tokens) / rate)} for one process, {_duration(max(tokens) / rate)} for "
-            f"{count:,}, where each is given {needed:,.2f} GB/s of weights (a node's processes share its page cache)"
+            f"time, estimated: {_duration(sum(tokens) / rate)} for one process{together}, where each is given "
+            f"{needed:,.2f} GB/s of weights (a node's processes share its page cache)"
         )
     yield from _shares(tokens, list(map(len, left)), rate)
     yield from stream.advice()
@@ -121,10 +130,11 @@ def _rate(plan: ExtractPlan, layers: Sequence[torch.nn.Module]) -> tuple[float |
         return None, "how fast the server is, is not known here; stream.tokens_per_second would say"
     active = active_parameters(layers, plan.files.text_config.get("num_experts_per_tok") or 1)
     rate = _RATES[plan.engine] * _RATED_PARAMETERS / active
+    slower = "" if pick_device(plan.cfg.target.device).type == "cuda" else "; there is no GPU here: far slower"
     return rate, (
         f"{rate:,.0f} tokens/s a process: {_RATES[plan.engine]:,.0f} of Kimi-K2.5 on one H200 (docs/benchmarks.md), "
         f"scaled to the {active / 1e6:,.1f}M parameters that a token goes through here; for another card, set "
-        f"stream.tokens_per_second"
+        f"stream.tokens_per_second{slower}"
     )
 
 

@@ -13,11 +13,12 @@ from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.draft.loss import TargetHead
+from eagle3.errors import raise_problems
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan
+from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan, process_problems
 from eagle3.target.reuse import changes, copy_states, reusable
 from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
@@ -57,11 +58,12 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
     """Extracts what is missing in `cfg.output`.
 
     Raises:
-        ProblemsError: the layers, the target, the data, the disk or an earlier run's settings do not fit (all
-            differences are listed), or the self-check failed: nothing was written then. Or a batch's states do
-            not fit its tokens.
+        ProblemsError: the layers, the target, the data, the disk, the number of processes or an earlier run's settings
+            do not fit (all differences are listed), or the self-check failed: nothing was written then. Or a batch's
+            states do not fit its tokens.
     """
     plan = make_plan(cfg)
+    raise_problems(process_problems(plan))
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     lacking: Sequence[str] = ()

@@ -26,6 +26,7 @@ from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
 from eagle3.target.identity import target_identity
 from eagle3.target.resolve import TargetFiles, find_target
+from eagle3.target.shares import this_process
 from eagle3.target.source import Source, read_source
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import LayerWiring
@@ -180,6 +181,20 @@ def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
     )
     fix = "free space, choose another output, or take fewer conversations (data.limit) or tokens (data.max_length)"
     return estimate, [Problem(str(folder), "extract.disk", message, fix)]
+
+
+def process_problems(plan: ExtractPlan) -> list[Problem]:
+    """Why several processes may not run this engine: only the streamed one shares its work. Tasks of a SLURM array may
+    each be an extraction of their own.
+
+    Raises:
+        ProblemsError: as `this_process`.
+    """
+    process = this_process(plan.cfg.stream)
+    if plan.engine == "streamed" or process.count == 1 or process.source == "SLURM_ARRAY_TASK_ID":
+        return []
+    message = f"this is process {process.index} of {process.count}, and engine={plan.engine} takes one process alone"
+    return [Problem(process.source, "extract.one_process", message, "pass engine=streamed, or start one process")]
 
 
 def check_resume(plan: ExtractPlan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -78,6 +79,21 @@ def test_what_is_done_is_not_done_again(cfg: ExtractConfig, monkeypatch: pytest.
     assert "7 chunks, 5 of them to be done" in dry_run(cfg).render()
     fake.run(cfg)
     assert "the store is complete" in dry_run(cfg).render()
+
+
+def test_what_is_missing_or_damaged_is_done_again(cfg: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fake(monkeypatch).run(cfg)
+    (Path(cfg.output) / "shard-00002.safetensors").unlink()
+    os.truncate(Path(cfg.output) / "shard-00005.safetensors", 1000)
+    text = dry_run(cfg).render()
+    assert "2 shards are missing or damaged, and are done again" in text
+    assert "7 chunks, 2 of them to be done" in text and "complete" not in text
+
+
+def test_one_process_is_told_its_time_once_and_that_no_gpu_is_here(cfg: ExtractConfig) -> None:
+    text = dry_run(cfg).render()
+    assert re.search(r"time, estimated: [\d.]+ seconds for one process, where each", text)
+    assert "there is no GPU here" in text
 
 
 def test_no_weight_is_loaded(cfg: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:

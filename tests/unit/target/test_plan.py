@@ -13,7 +13,8 @@ from eagle3.config import ExtractConfig
 from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.errors import ProblemsError
 from eagle3.target import extract
-from eagle3.target.plan import check_disk, make_plan
+from eagle3.target.estimate import dry_run
+from eagle3.target.plan import check_disk, make_plan, process_problems
 from tests.unit.target.cases import extract_config, write_conversations
 
 TinyTarget = Callable[[str], Path]
@@ -177,6 +178,29 @@ def test_samples_beyond_the_context_or_the_vocabulary_are_refused(tiny_target: T
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 509}))
     with pytest.raises(ProblemsError, match=r"extract\.vocabulary.*token 511.*ends at 508"):
         make_plan(cfg)
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers", "sglang"])
+def test_several_processes_of_an_engine_that_does_not_share_its_work_are_refused(
+    cfg: ExtractConfig, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ProblemsError, match=r"process 1 of 2(.|\n)*pass engine=streamed") as caught:
+        extract.run_extract(changed(cfg, engine=engine))
+    (problem,) = caught.value.problems
+    assert (problem.kind, problem.where) == ("extract.one_process", "RANK") and not Path(cfg.output).exists()
+    assert [item.kind for item in dry_run(changed(cfg, engine=engine)).problems] == ["extract.one_process"]
+
+
+def test_one_process_and_the_tasks_of_a_slurm_array_may_run_any_engine(
+    cfg: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(cfg)
+    assert process_problems(plan) == []
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    assert process_problems(plan) == []
 
 
 def test_a_store_that_is_no_store_is_refused(cfg: ExtractConfig) -> None:
