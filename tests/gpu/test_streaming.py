@@ -194,3 +194,14 @@ def test_both_engines_extract_the_same_store(tmp_path: Path, make: Callable[[Pat
         one, other = whole.read(number), layers.read(number)
         assert relative(one.aux_hidden_states, other.aux_hidden_states) < 1e-3
         assert relative(one.last_hidden_states, other.last_hidden_states) < 1e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_any_gpu_of_the_machine_will_do(kimi_layers: Path) -> None:
+    sizes = StreamSizes(4096, 256)
+    first, second = (
+        streamed(kimi_layers, [0, 2], sizes, device=f"cuda:{number}", dtype="bfloat16").states(DOCUMENTS)
+        for number in range(2)
+    )
+
+    assert max(relative(one[0].float(), two[0].float()) for one, two in zip(first, second, strict=True)) < BF16

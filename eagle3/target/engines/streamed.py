@@ -29,6 +29,8 @@ __all__ = ["StateSink", "StreamSizes", "StreamedEngine"]
 class StreamedEngine:
     """Captures `wiring`'s layers and the states that the head reads, one layer in memory at a time.
 
+    Its GPU becomes the process's current one.
+
     Args:
         files: the target.
         target: type and device that it computes in.
@@ -60,6 +62,8 @@ class StreamedEngine:
         self.spec = files.spec
         self.last_hidden_states = last_hidden_states
         self.device = pick_device(target.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches kernels on the process's current GPU, wherever data is
         layers = files.facts.num_hidden_layers
         depth = layers if last_hidden_states else max(wiring.boundaries)
         self.skeleton = skeleton or Skeleton(files, getattr(torch, target.dtype), depth)
