@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from eagle3.config.schema import StreamSection
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.errors import problem_error
 from eagle3.target.capture import shards_by_size
+
+_MOST_PROCESSES = 100_000
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -116,18 +119,16 @@ def local_device(name: str, environment: Mapping[str, str] | None = None) -> str
 
 def _number(values: Mapping[str, str], key: str) -> int:
     text = values.get(key, "0")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         fix = "give stream.process_index and stream.process_count"
-        raise problem_error(key, "stream.process", f"is {text!r}, expected a number", fix)
+        raise problem_error(key, "stream.process", f"is {text!r:.40}, expected a number", fix)
     return int(text)
 
 
 def _checked(index: int, count: int, source: str) -> Process:
-    problem = Problem(
-        source,
-        "stream.process",
-        f"this is process {index}, counted from 0, of {count}",
-        "number the processes from 0 without gaps (stream.process_index and process_count do so in any case)",
-    )
-    raise_problems([problem] if index >= count else [])
-    return Process(index, count, source)
+    if 0 <= index < count <= _MOST_PROCESSES:
+        return Process(index, count, source)
+    most = f", at most {_MOST_PROCESSES:,} are supported" if count > _MOST_PROCESSES else ""
+    message = f"this is process {index}, counted from 0, of {count}{most}"
+    fix = "number the processes from 0 without gaps (stream.process_index and process_count do so in any case)"
+    raise problem_error(source, "stream.process", message, fix)

@@ -123,7 +123,7 @@ def test_every_problem_is_reported_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", ["4.0", "true", "'7'", "-1", "0", "[1]"])
+@pytest.mark.parametrize("value", ["4.0", "true", "'7'", "-1", "0", "[1]", str(10**30)])
 def test_a_count_is_a_positive_whole_number(value: str) -> None:
     with pytest.raises(ProblemsError) as caught:
         load_config(TrainConfig, None, [*MINIMAL, f"draft.draft_vocab_size={value}"])

@@ -115,6 +115,14 @@ def test_the_config_comes_first() -> None:
             {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "3"},
             "process 2, counted from 0, of 2",
         ),
+        (
+            StreamSection(),
+            {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "3"},
+            "process -2, counted from 0, of 4",
+        ),
+        (StreamSection(), {"RANK": "0", "WORLD_SIZE": "1" + 30 * "0"}, "'1000000000000000000000000000000', expected"),
+        (StreamSection(), {"RANK": "9" * 5000, "WORLD_SIZE": "2"}, "expected a number"),
+        (StreamSection(), {"RANK": "0", "WORLD_SIZE": "100001"}, "at most 100,000 are supported"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(
