@@ -64,9 +64,10 @@ def _compressed(found: Mapping[str, Any], where: str) -> tuple[Quantization, lis
     ]
     if problems:
         return Quantization(), problems
-    sizes = {group["weights"]["group_size"] for group in found["config_groups"].values()}
-    if len(sizes) == 1 and type(size := sizes.pop()) is int and size > 0 and size % _WORD == 0:
+    size, *others = [group["weights"]["group_size"] for group in found["config_groups"].values()]
+    if type(size) is int and size > 0 and size % _WORD == 0 and all(other == size for other in others):
         return Quantization(group=size), []
+    sizes = ", ".join(map(repr, [size, *others]))
     return Quantization(), [_problem(where, f"compressed-tensors group sizes are {sizes}, expected one multiple of 8")]
 
 
@@ -123,6 +124,7 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
         out: [P, O, I].
     """
     rows, columns = weight.shape[-2:]
+    down, across = min(block[0], rows), min(block[1], columns)
     for number in range(len(weight)):
-        wide = scale[number].repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        wide = scale[number].repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
         out[number].copy_(weight[number].to(torch.float32) * wide)

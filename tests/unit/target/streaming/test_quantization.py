@@ -37,3 +37,11 @@ def test_fp8_blocks_at_the_edge_are_smaller() -> None:
 
     assert torch.equal(out, plain)
     assert (out - weight).abs().max() < 0.2
+
+
+def test_an_fp8_block_larger_than_the_matrix_is_the_matrix() -> None:
+    weight, out = torch.ones(1, 3, 5).to(torch.float8_e4m3fn), torch.empty(1, 3, 5)
+
+    dequantize_fp8(weight, torch.full((1, 1, 1), 2.0), (10**30, 10**30), out)
+
+    assert torch.equal(out, torch.full((1, 3, 5), 2.0))
