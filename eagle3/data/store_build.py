@@ -263,9 +263,9 @@ def _linked(source: Path, path: Path) -> bool:
 
 
 def _fingerprint(first: Piece) -> Fingerprint:
-    """The fingerprint of a store that begins with this piece; its source's, if that is of the same shard."""
+    """The fingerprint of a store that begins with this piece; its source's, if it holds that sample."""
     known = first.source.manifest.fingerprint
-    if known is not None and first.whole and known.sample in {sample.id for sample in first.samples}:
+    if known is not None and known.sample in {sample.id for sample in first.samples}:
         return known
     samples = [first.source.reader.read(first.first + place) for place in first.places]
     return make_fingerprint(samples, first.source.manifest.contract)

@@ -184,6 +184,19 @@ def test_what_does_not_fit_the_disk_is_refused_before_it_begins(
     merge(tmp_path / "linked", [first, second], link=True)
     monkeypatch.setattr(store_build.shutil, "disk_usage", lambda path: usage(size))
     merge(tmp_path / "out", [first, second])
+    shard(tmp_path / "out", 1).unlink()
+    monkeypatch.setattr(store_build.shutil, "disk_usage", lambda path: usage(shard(first, 1).stat().st_size))
+    merge(tmp_path / "out", [first, second])  # only what is lacking needs room
+    assert kinds(refusal(lambda: split_parts(first, tmp_path / "parts", 2))) == ["store.no_room"]
+    assert not (tmp_path / "parts").exists()
+
+
+def test_what_a_killed_copy_left_goes_though_links_come_in_its_place(tmp_path: Path, first: Path, second: Path) -> None:
+    left = tmp_path / "out" / "shard-00000.safetensors.tmp"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    merge(tmp_path / "out", [first, second], link=True)
+    assert not left.exists()
 
 
 def test_where_no_links_can_be_made_shards_are_copied(
