@@ -5,8 +5,10 @@ Legend: T tokens of a micro-batch, H hidden, I width of an MLP or expert, K expe
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from eagle3.config import StreamSection
-from eagle3.errors import Problem, raise_problems
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.streaming.checkpoint import Recipe, decoded_bytes
 from eagle3.target.streaming.fused import find_experts
 from eagle3.target.streaming.reader import BLOCK_BYTES, BLOCKS_PER_THREAD, raw_offsets
@@ -66,7 +68,8 @@ class MemoryPlan:
 def plan_memory(
     skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device, scratch: Path
 ) -> MemoryPlan:
-    """Chooses what the config leaves open: the largest micro-batch that fits, then where the residual stream lies.
+    """Chooses what the config leaves open: the largest micro-batch that fits, then where the residual stream lies
+    (the device, else host memory, else a scratch file), then groups of experts.
 
     Args:
         skeleton: of the target.
@@ -79,21 +82,19 @@ def plan_memory(
         ProblemsError: kind `stream.memory` (device or host) or `stream.disk`, with what it would need.
     """
     limit = _device_limit(cfg, device)
-    problem = None
-    for sizes in _candidates(skeleton, cfg, longest, device):
+    problems: list[Problem] = []
+    for sizes in _candidates(skeleton, cfg, device):
         plan = _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), limit, device)
-        problem = _device_problem(plan)
-        if problem is None:
-            raise_problems(_host_problems(plan, scratch, device))
+        problems = [*_device_problems(plan), *_host_problems(plan, scratch)]
+        if not problems:
             return plan
-    assert problem is not None
-    raise_problems([problem])
-    raise AssertionError
+    raise_problems(problems)
+    raise AssertionError("there is no candidate")
 
 
 def plan_needs(skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device) -> MemoryPlan:
     """What the first choice needs, whether it fits or not; arguments as for `plan_memory`."""
-    sizes = next(_candidates(skeleton, cfg, longest, device))
+    sizes = next(_candidates(skeleton, cfg, device))
     return _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), _device_limit(cfg, device), device)
 
 
@@ -106,12 +107,12 @@ def _device_limit(cfg: StreamSection, device: torch.device) -> int:
     return int(min(cfg.device_memory_gib * _GIB, free))
 
 
-def _candidates(skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device) -> Iterator[StreamSizes]:
+def _candidates(skeleton: Skeleton, cfg: StreamSection, device: torch.device) -> Iterator[StreamSizes]:
     """From what is fastest to what is smallest, within what the config fixes."""
     chunk = cfg.chunk_tokens or _CHUNK_TOKENS
-    places: Sequence[Placement] = ("device", "host") if cfg.residual == "auto" else (cfg.residual,)
-    if device.type != "cuda":
-        places = ("file",) if cfg.residual == "file" else ("device",)
+    places: Sequence[Placement] = ("device", "host", "file") if cfg.residual == "auto" else (cfg.residual,)
+    if device.type != "cuda":  # whose own memory is the host's
+        places = tuple(dict.fromkeys("device" if place == "host" else place for place in places))
     experts = max((module.num_experts for layer in skeleton.layers for _, module in find_experts(layer)), default=0)
     groups: list[int | None] = [cfg.expert_group] if cfg.expert_group else [None]
     if experts and not cfg.expert_group:
@@ -185,18 +186,31 @@ def token_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
     return (6 * hidden + max(2 * attention, mlp)) * skeleton.dtype.itemsize
 
 
-def _device_problem(plan: MemoryPlan) -> Problem | None:
+@contextmanager
+def explained_memory() -> Iterator[None]:
+    """Makes a problem, kind `stream.memory`, of an allocation that fails although it was planned."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch raises a plain RuntimeError for the CPU's
+        reason = (str(error) or "out of memory").splitlines()[0]
+        if "memory" not in reason:
+            raise
+        fix = "end what else uses it, or set a smaller stream.device_memory_gib, so that less is planned"
+        raise problem_error("memory", "stream.memory", f"ran out during the walk: {reason:.200}", fix) from error
+
+
+def _device_problems(plan: MemoryPlan) -> Iterator[Problem]:
     if plan.device_bytes <= plan.device_limit:
-        return None
+        return
     message = (
         f"needs {plan.device_bytes / _GIB:.1f} GiB for {plan.sizes.micro_tokens:,} tokens in a call of a layer, "
         f"{plan.device_limit / _GIB:.1f} GiB may be used (stream.device_memory_gib, and what is free)"
     )
     fix = "set a smaller stream.micro_tokens, stream.chunk_tokens, stream.expert_group or data.max_length"
-    return Problem("device memory", "stream.memory", message, fix)
+    yield Problem("device memory", "stream.memory", message, fix)
 
 
-def _host_problems(plan: MemoryPlan, scratch: Path, device: torch.device) -> Iterator[Problem]:
+def _host_problems(plan: MemoryPlan, scratch: Path) -> Iterator[Problem]:
     free = psutil.virtual_memory().available
     if plan.host_bytes > _SHARE_OF_HOST * free:
         message = (
@@ -207,6 +221,9 @@ def _host_problems(plan: MemoryPlan, scratch: Path, device: torch.device) -> Ite
     if plan.scratch_bytes:
         there = next(path for path in (scratch.absolute(), *scratch.absolute().parents) if path.exists())
         left = shutil.disk_usage(there).free
-        if plan.scratch_bytes > left:
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            message = f"the scratch file cannot be made: {there} is no folder that this process may write to"
+            yield Problem(str(scratch), "stream.disk", message, "set stream.scratch")
+        elif plan.scratch_bytes > left:
             message = f"the scratch file needs {plan.scratch_bytes / _GIB:.1f} GiB, {left / _GIB:.1f} GiB are free"
             yield Problem(str(scratch), "stream.disk", message, "set stream.scratch, or a smaller stream.chunk_tokens")

@@ -11,7 +11,7 @@ import torch
 from eagle3.config import StreamSection
 from eagle3.errors import ProblemsError
 from eagle3.target.streaming import memory
-from eagle3.target.streaming.memory import MemoryPlan, plan_memory
+from eagle3.target.streaming.memory import MemoryPlan, explained_memory, plan_memory
 from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.tiny import make_tiny_kimi
 from tests.unit.target.streaming.checkpoints import files_of
@@ -37,10 +37,23 @@ def test_a_plan_stays_under_its_limit(skeleton: Skeleton, tmp_path: Path) -> Non
 
 
 def test_less_memory_means_smaller_sizes(skeleton: Skeleton, tmp_path: Path) -> None:
-    found = [plan(skeleton, tmp_path, device_memory_gib=size).sizes for size in (4.0, 0.25, 0.05)]
+    found = [plan(skeleton, tmp_path, device_memory_gib=size).sizes for size in (4.0, 0.25, 0.01)]
 
     tokens = [(sizes.chunk_tokens, sizes.micro_tokens) for sizes in found]
     assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) == 3
+
+
+def test_a_residual_stream_that_does_not_fit_goes_to_a_file(
+    skeleton: Skeleton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"chunk_tokens": 500_000, "micro_tokens": 8_192}
+    assert plan(skeleton, tmp_path, **sizes, device_memory_gib=1.0).sizes.residual == "device"
+    assert plan(skeleton, tmp_path, **sizes, device_memory_gib=0.1).sizes.residual == "file"
+
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ProblemsError) as error:
+        plan(skeleton, tmp_path, **sizes, device_memory_gib=0.1)
+    assert [problem.kind for problem in error.value.problems] == ["stream.disk"]
 
 
 def test_what_the_config_says_is_kept(skeleton: Skeleton, tmp_path: Path) -> None:
@@ -83,3 +96,27 @@ def test_groups_of_experts_need_less(skeleton: Skeleton, tmp_path: Path) -> None
     )
 
     assert whole.device_bytes > grouped.device_bytes
+
+
+def test_a_scratch_folder_that_cannot_be_written_is_refused_beforehand(skeleton: Skeleton, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ProblemsError) as error:
+        plan(skeleton, tmp_path / "file" / "below", chunk_tokens=5000, residual="file")
+
+    [problem] = error.value.problems
+    assert problem.kind == "stream.disk" and f"{tmp_path / 'file'} is no folder" in problem.message
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("x: can't allocate memory: you tried")],
+)
+def test_an_allocation_that_fails_is_named(raised: Exception) -> None:
+    with pytest.raises(ProblemsError, match=r"stream\.memory"), explained_memory():
+        raise raised
+
+
+def test_another_failure_is_not_taken_for_memory() -> None:
+    with pytest.raises(RuntimeError, match="shape"), explained_memory():
+        raise RuntimeError("shape")
