@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from eagle3.cli.common import AsJson, problems_as
+from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
+from eagle3.config import ExtractConfig
 from eagle3.errors import problem_error
 
 data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
@@ -124,3 +125,14 @@ def data_split(
         reports = split_fraction(folder, out, fraction, seed or 0, link)
     for report in reports:
         print(report.render())
+
+
+@data_app.command("estimate", epilog=epilog(ExtractConfig))
+def data_estimate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Tokens, bytes by type and hours of an extraction, before it; exit code 0 or 2."""
+    from eagle3.target.estimate import dry_run
+    from eagle3.wiring.report import exit_code
+
+    report = dry_run(run_config(ExtractConfig, config, overrides), by_dtype=True)
+    print(report.render())
+    raise typer.Exit(exit_code(report.problems))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
 from eagle3.config import ExtractConfig
+from eagle3.config.schema import Dtype
 from eagle3.data.store_check import check_shard
 from eagle3.errors import Problem, ProblemsError
 from eagle3.target.engines.sglang_server import newest_start_command
@@ -25,6 +27,7 @@ from eagle3.target.stream_plan import (
     settle_sizes,
 )
 from eagle3.target.streaming.checkpoint import raw_bytes
+from eagle3.wiring.report import aligned
 
 # Kimi-K2.5 on one H200, documents of 2k tokens; see docs/benchmarks.md, "Extraction of Kimi-K2.5".
 _RATES = {"streamed": 8_110.0, "transformers": 5_230.0}
@@ -44,8 +47,10 @@ class DryRun:
         return "\n".join([*self.lines, *map(str, self.problems), "dry run: nothing was written"])
 
 
-def dry_run(cfg: ExtractConfig) -> DryRun:
+def dry_run(cfg: ExtractConfig, by_dtype: bool = False) -> DryRun:
     """Plans an extraction; loads no weights, downloads none and writes nothing.
+
+    With `by_dtype`, also says what the store would take in each type.
 
     Raises:
         ProblemsError: the target or the data cannot be used, so that nothing can be said.
@@ -54,7 +59,7 @@ def dry_run(cfg: ExtractConfig) -> DryRun:
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     disk, problems = disk_estimate(plan)
-    lines = [f"engine: {plan.engine}", str(plan.prepared), disk]
+    lines = [f"engine: {plan.engine}", str(plan.prepared), disk, *(_by_dtype(plan) if by_dtype else ())]
     try:
         if check_resume(plan):
             return DryRun([*lines, "the store is complete"], problems)
@@ -66,6 +71,15 @@ def dry_run(cfg: ExtractConfig) -> DryRun:
     except ProblemsError as error:
         problems += error.problems
     return DryRun(lines, problems)
+
+
+def _by_dtype(plan: ExtractPlan) -> Iterator[str]:
+    table = [("store_dtype", "bytes a token", "all samples")]
+    for dtype in get_args(Dtype):
+        sizes = replace(plan, cfg=plan.cfg.model_copy(update={"store_dtype": dtype})).sizes
+        chosen = " (this config)" if dtype == plan.cfg.store_dtype else ""
+        table.append((dtype, f"{sum(sizes) / plan.prepared.tokens:,.0f}", f"{size_text(sum(sizes))}{chosen}"))
+    yield from aligned(table)
 
 
 def active_parameters(layers: Sequence[torch.nn.Module], chosen: int) -> int:

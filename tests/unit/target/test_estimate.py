@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eagle3.cli import main
 from eagle3.config import ExtractConfig
 from eagle3.errors import ProblemsError
 from eagle3.target import estimate
@@ -186,3 +187,24 @@ def test_the_rated_parameters_are_kimis() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert active_parameters(list(model.model.layers), 8) == pytest.approx(estimate._RATED_PARAMETERS, rel=0.01)
+
+
+def test_the_estimate_says_what_each_type_would_take(
+    cfg: ExtractConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a whole store in that type, the bytes of its tensors."""
+    before = tree(tmp_path)
+    (tmp_path / "cfg.json").write_text(cfg.model_dump_json())
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "estimate", "--config", str(tmp_path / "cfg.json")])
+    (tmp_path / "cfg.json").unlink()
+    out = capsys.readouterr().out
+    assert not stop.value.code and tree(tmp_path).keys() == before.keys()
+    assert "time, estimated: " in out and "dry run: nothing was written" in out
+    hidden, layers = 64, len(cfg.output_indices) + 1
+    for dtype, size in (("bfloat16", 2), ("float16", 2), ("float32", 4)):
+        per_token = size * hidden * layers + 5
+        chosen = r" \(this config\)" if dtype == cfg.store_dtype else ""
+        assert re.search(rf"^{dtype} +{per_token:,} +{536 * per_token / 2**20:.2f} MiB{chosen}$", out, re.MULTILINE), (
+            out
+        )
