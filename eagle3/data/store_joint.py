@@ -77,7 +77,7 @@ class JointStore:
         raise_problems(check_head(target_head, contract))
         with explained_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        with self._committing():
+        with explained_os_errors(self.folder), self._committing():
             try:
                 raise_problems(check_output(self.folder))
                 alone = self._join(index, count)
@@ -131,7 +131,7 @@ class JointStore:
                     path.unlink()  # of a killed process
                     continue
                 other.seek(0)
-                raise_problems(_clashes(json.load(other), index, count, self.folder))
+                raise_problems(_clashes(other.read(), index, count, self.folder))
         mine = self._opened(self._number.name)
         assert _locked(mine, fcntl.LOCK_EX)
         json.dump({"index": index, "count": count}, mine)
@@ -183,8 +183,14 @@ def _locked(handle: IO[str], kind: int) -> bool:
     return True
 
 
-def _clashes(other: Mapping[str, int], index: int, count: int, folder: Path) -> Iterator[Problem]:
-    """Why a process may not work beside another one that does."""
+def _clashes(text: str, index: int, count: int, folder: Path) -> Iterator[Problem]:
+    """Why a process may not work beside another one that does, and whose lock file holds `text`."""
+    try:
+        other = {key: int(json.loads(text)[key]) for key in ("index", "count")}
+    except (ValueError, TypeError, KeyError):
+        message = f"another process is at work here, and its lock file holds {text!r:.80}"
+        yield Problem(str(folder), "store.locked", message, "wait for it to end, or write into another folder")
+        return
     if other["index"] == index:
         message = f"another process with index {index} is at work here"
         fix = "give each process its own stream.process_index, or let torchrun or SLURM number them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -233,3 +234,35 @@ def test_a_store_of_a_single_writer_is_gone_on_with_if_its_settings_fit(tmp_path
     with joint(folder) as store:
         write(store, 2)
     assert [sample.id for sample in StoreReader(folder).samples] == [f"s{number}" for number in range(6)]
+
+
+def test_a_disk_that_is_full_for_a_lock_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_joint.json, "dump", full)
+    with pytest.raises(ProblemsError) as error:
+        joint(tmp_path / "store")
+
+    assert kinds(error.value) == ["disk.full"]
+    monkeypatch.undo()
+    joint(tmp_path / "store").close()
+
+
+def test_a_lock_file_that_is_a_folder_is_one_error(tmp_path: Path) -> None:
+    joint(tmp_path / "store").close()
+    (tmp_path / "store" / "process-00003.lock").mkdir()
+
+    with pytest.raises(ProblemsError) as error:
+        joint(tmp_path / "store")
+
+    assert kinds(error.value) == ["disk.error"]
+
+
+def test_a_lock_that_is_held_and_says_nothing_is_refused(tmp_path: Path) -> None:
+    with joint(tmp_path / "store", 0, 2):
+        (tmp_path / "store" / "process-00000.lock").write_text("")
+        with pytest.raises(ProblemsError) as error:
+            joint(tmp_path / "store", 1, 2)
+
+    assert kinds(error.value) == ["store.locked"]
