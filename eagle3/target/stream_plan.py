@@ -21,6 +21,7 @@ from eagle3.target.resolve import pick_device
 from eagle3.target.shares import Chunk, Process, Shard, cut_chunks, even_chunk_tokens, local_device, this_process
 from eagle3.target.streaming.memory import MemoryPlan, plan_memory
 from eagle3.target.streaming.skeleton import Skeleton
+from eagle3.wiring.layers import is_size
 
 SIZES = ("chunk_tokens", "micro_tokens")
 
@@ -95,13 +96,20 @@ def begun_settings(plan: ExtractPlan) -> Mapping[str, Any] | None:
 
 def settle_sizes(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> ExtractPlan:
     """The plan with those sizes that the store says and this run leaves open; complete ones go into its settings."""
-    stream, stored = plan.cfg.stream, (begun or {}).get("stream", {})
+    stream, stored = plan.cfg.stream, _stored_sizes(begun)
     sizes = {key: getattr(stream, key) or stored.get(key) for key in SIZES}
     cfg = plan.cfg.model_copy(update={"stream": stream.model_copy(update=sizes)})
     if None in sizes.values():
         return replace(plan, cfg=cfg)
     limits = {"shard_max_bytes": cfg.shard_max_bytes, "shard_max_samples": cfg.shard_max_samples}
     return replace(plan, cfg=cfg, settings={**plan.settings, "stream": {**sizes, **limits}})
+
+
+def _stored_sizes(begun: Mapping[str, Any] | None) -> dict[str, int]:
+    """The sizes that a store's settings say; what is none there is left out, and refused when settings are compared."""
+    stored = (begun or {}).get("stream")
+    sizes = stored if isinstance(stored, dict) else {}
+    return {key: sizes[key] for key in SIZES if is_size(sizes.get(key))}
 
 
 def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> StreamPlan:

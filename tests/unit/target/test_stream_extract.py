@@ -474,3 +474,17 @@ def test_a_store_of_another_engine_is_refused_by_name(cfg: ExtractConfig, fake: 
     assert {"store.other_settings"} == set(kinds(error))
     assert "settings.engine" in str(error.value)
     assert as_process(cfg, 0, 1).engine == "streamed"
+
+
+@pytest.mark.parametrize("stored", [None, [], "x", {"chunk_tokens": "a"}, {"chunk_tokens": -1, "micro_tokens": 16}])
+def test_sizes_of_a_store_that_are_none_are_refused(cfg: ExtractConfig, fake: Fake, stored: object) -> None:
+    fake.run(cfg, 0, 2)
+    path = Path(cfg.output) / "manifest.json"
+    manifest = read_json_object(path, "manifest")
+    write_json_atomic(path, {**manifest, "settings": {**manifest["settings"], "stream": stored}})
+    left_open = cfg.stream.model_copy(update={"chunk_tokens": None, "micro_tokens": None})
+
+    with pytest.raises(ProblemsError, match=r"settings\.stream") as error:
+        fake.run(cfg.model_copy(update={"stream": left_open}), 1, 2)
+
+    assert set(kinds(error)) == {"store.other_settings"}
