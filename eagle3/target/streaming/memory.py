@@ -193,7 +193,7 @@ def explained_memory() -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:  # torch raises a plain RuntimeError for the CPU's
         reason = (str(error) or "out of memory").splitlines()[0]
-        if "memory" not in reason:
+        if "out of memory" not in reason and "allocate memory" not in reason:
             raise
         fix = "end what else uses it, or set a smaller stream.device_memory_gib, so that less is planned"
         raise problem_error("memory", "stream.memory", f"ran out during the walk: {reason:.200}", fix) from error
