@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from eagle3.config import TargetConfig
-from eagle3.errors import Eagle3Error, problem_error
+from eagle3.errors import Eagle3Error, Problem, problem_error, raise_problems
 from eagle3.target.families import find_spec
 from eagle3.target.spec import TargetSpec
-from eagle3.wiring.targets import TargetFacts, facts_from_config, read_target_config, text_config
+from eagle3.wiring.targets import CONFIG_FILE, TargetFacts, facts_from_config, read_target_config, text_config
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -59,7 +59,22 @@ def find_target(target: TargetConfig, weights: bool | Sequence[str] = True, down
     folder = _folder(target, weights, download)
     config = read_target_config(folder)
     spec = find_spec(config.get("model_type"), str(folder))
-    return TargetFiles(folder, config, facts_from_config(config, target.contract_name, str(folder)), spec)
+    files = TargetFiles(folder, config, facts_from_config(config, target.contract_name, str(folder)), spec)
+    raise_problems(_config_problems(files))
+    return files
+
+
+def _config_problems(files: TargetFiles) -> Iterator[Problem]:
+    """What Transformers would take, or stumble over, without a word that helps."""
+    where, fix = str(files.folder / CONFIG_FILE), "correct it, or download config.json again"
+    eps = files.text_config.get("rms_norm_eps")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
+        yield Problem(where, "target.config", f"rms_norm_eps is {eps!r:.40}, expected a number above 0", fix)
+    for config in (files.config, files.text_config):
+        found = config.get("quantization_config")
+        if not isinstance(found, dict | None):
+            yield Problem(where, "target.quantized", f"quantization_config is {found!r:.40}, expected an object", fix)
+            return
 
 
 def pick_device(name: str) -> torch.device:

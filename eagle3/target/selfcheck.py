@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from eagle3.draft.loss import TargetHead
-from eagle3.errors import Problem, raise_problems
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.engines.transformers import Reference, TransformersEngine
 from eagle3.target.streaming.comparison import compare_layers
@@ -30,6 +30,7 @@ _EXACT_ERROR = 1e-4
 _ROUNDED_ERROR = 2e-2
 _FLIPS = 0.1
 _HEAD_TOKENS = 16
+_DAMAGED = "nothing was written; download the checkpoint again (a weight is damaged), or set a wider target.dtype"
 _FIX = "nothing was written; report this target's config, its capture needs its own TargetSpec"
 
 
@@ -85,8 +86,11 @@ def self_check_streamed(
     problems, own = [], None
     for number, outputs in compare_layers(engine.layer_walk, [batch[index][:_TOKENS] for index in chosen]):
         for index, (fast, plain) in zip(chosen, outputs, strict=True):
-            errors = (fast.float() - plain.float()).norm(dim=-1) / plain.float().norm(dim=-1)
-            wrong = float((~(errors <= allowed)).float().mean())
+            errors = (fast.float() - plain.float()).norm(dim=-1)
+            wrong = float((~(errors <= allowed * plain.float().norm(dim=-1))).float().mean())
+            if not torch.isfinite(plain).all():
+                message = f"layer {number} of the target gives NaN or infinity, by Transformers' own code too"
+                raise problem_error(ids[index], "selfcheck.non_finite", message, _DAMAGED)
             if wrong > flips:
                 message = (
                     f"layer {number}: {wrong:.0%} of its tokens differ from Transformers' own by over {allowed:.2%}"
@@ -94,7 +98,8 @@ def self_check_streamed(
                 problems.append(Problem(ids[index], "selfcheck.streamed", message, _FIX))
         own = outputs[0][1][-_HEAD_TOKENS:]
     assert own is not None
-    problems += _check_head(engine, own, store_dtype, ids[chosen[0]])
+    if not problems:
+        problems += _check_head(engine, own, store_dtype, ids[chosen[0]])
     raise_problems(problems, "the self-check failed")
 
 

@@ -26,6 +26,7 @@ from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.selfcheck import self_check_streamed
 from eagle3.target.shares import Chunk, Shard
+from eagle3.target.spec import explained_loading
 from eagle3.target.stream_plan import (
     StreamPlan,
     begun_manifest,
@@ -36,6 +37,7 @@ from eagle3.target.stream_plan import (
     settle_sizes,
 )
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, blocks_waiting, stager
+from eagle3.target.streaming.memory import explained_memory
 from eagle3.wiring.fingerprint_file import Fingerprint
 
 _HASHERS = 4
@@ -91,7 +93,8 @@ def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
     """The self-check, before anything is written."""
     samples = stream.plan.samples
     ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
-    self_check_streamed(engine, ids, batch, stream.plan.store_dtype)
+    with explained_loading(stream.plan.files.folder):  # a config that contradicts itself fails here, in any way
+        self_check_streamed(engine, ids, batch, stream.plan.store_dtype)
 
 
 def _is_done(stream: StreamPlan) -> bool:
@@ -135,6 +138,7 @@ def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -
             with (
                 _walked(stream, chunk, shards) as (parts, rows),
                 ShardSink(parts, stream.plan.contract, stage, rows, most_waiting) as sink,
+                explained_memory(),
             ):
                 engine.walk(batch, sink, _whole_steps(advance, sink.check, listing.check))
             listing.add([part.file for part in parts], None if rows is None else rows.fingerprint())

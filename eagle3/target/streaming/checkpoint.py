@@ -6,7 +6,9 @@ Legend: E experts, I expert width, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from eagle3.errors import Problem, ProblemsError, raise_problems
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import read_json_object
 from eagle3.target.resolve import TargetFiles
 from eagle3.target.streaming.quantization import Quantization, dequantize_fp8, read_quantization, unpack_int4
@@ -124,6 +126,22 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
 
+    def check_depth(self, depth: int) -> None:
+        """Holds the config's number of layers against the layers that are here, of which `depth` are needed (those that
+        predict further tokens, `num_nextn_predict_layers`, follow the others).
+
+        Raises:
+            ProblemsError: kind `target.layers`.
+        """
+        said = self.files.facts.num_hidden_layers
+        extra = self.files.text_config.get("num_nextn_predict_layers")
+        pattern = re.compile(rf"{re.escape(self.files.spec.weight_prefix)}model\.layers\.(\d{{1,9}})\.")
+        numbers = {int(match[1]) for name in self.names if (match := pattern.match(name))}
+        most = said + (extra if isinstance(extra, int) else 0)
+        if numbers and not depth <= max(numbers) + 1 <= most:
+            message = f"has weights of layers {min(numbers)} to {max(numbers)}, config.json says {said} layers"
+            raise problem_error(self._where, "target.layers", message, _AGAIN)
+
     def recipes(self, module: nn.Module, name: str) -> tuple[list[Recipe], list[Problem]]:
         """How to make every parameter and buffer of `module` (called `name` in the model), and what bars it."""
         recipes, problems = [], []
@@ -147,7 +165,7 @@ class Checkpoint:
 
     def _recipe(self, name: str, key: str, like: torch.Tensor) -> Recipe | list[Problem]:
         sources, shape = self._sources(self.files.spec.weight_prefix + name, like)
-        scheme, dtype = self._scheme(sources[0])
+        scheme = self._scheme(sources)
         stems = [source.removesuffix(".weight") for source in sources]
         matrix = (shape[0], prod(shape[1:])) if len(shape) > 1 else shape
         block = self.quantization.block or (1, 1)
@@ -161,7 +179,7 @@ class Checkpoint:
             scales = (-(-matrix[0] // block[0]), -(-matrix[-1] // block[1]))
             wanted = [(".weight", ("F8_E4M3",), matrix), (".weight_scale_inv", ("F32",), scales)]
         else:
-            wanted = [("", (dtype,), shape)]
+            wanted = [("", tuple(_PLAIN), shape)]
         problems: list[Problem] = []
         raws = []
         for suffix, dtypes, part in wanted:
@@ -173,34 +191,33 @@ class Checkpoint:
 
     def _raw(self, names: list[str], dtypes: tuple[str, ...], shape: tuple[int, ...], problems: list[Problem]) -> Raw:
         places: list[Place] = []
-        kind = dtypes[0]
+        there = Counter(self._places[name][1].dtype for name in names if name in self._places)
+        kind = max(dtypes, key=lambda dtype: there[dtype])
         for name in names:
             found = self._places.get(name)
             if found is None:
                 problems.append(Problem(self._where, "target.missing_weights", f"there is no {name}", _AGAIN))
                 continue
             path, info, start = found
-            if not places and info.dtype in dtypes:
-                kind = info.dtype
-            if info.dtype not in _TYPES or info.dtype != kind:
-                message = f"{name} is {info.dtype}" + (f", expected {kind}" if info.dtype in _TYPES else "")
+            if info.dtype != kind:
+                expected = kind if there[kind] else " or ".join(dtypes)
+                message = f"{name} is {info.dtype}, expected {expected}"
                 problems.append(Problem(self._where, "target.quantized", message, _AGAIN))
             elif tuple(info.shape) != shape:
                 message = f"{name} is {list(info.shape)}, not {list(shape)}"
                 problems.append(Problem(self._where, "target.mismatched_weights", message, _AGAIN))
             else:
                 places.append(Place(name, path, start + info.begin, info.end - info.begin))
-        return Raw(_TYPES.get(kind, torch.float32), (len(names), *shape), tuple(places))
+        return Raw(_TYPES[kind], (len(names), *shape), tuple(places))
 
-    def _scheme(self, source: str) -> tuple[Literal["plain", "int4", "fp8"], str]:
-        """Of one of the model's matrices, by what the checkpoint holds of it, and the plain type it has."""
-        stem = source.removesuffix(".weight")
-        if f"{stem}.weight_packed" in self._places and self.quantization.group:
-            return "int4", ""
-        if f"{stem}.weight_scale_inv" in self._places and self.quantization.block:
-            return "fp8", ""
-        found = self._places.get(source)
-        return "plain", found[1].dtype if found and found[1].dtype in _PLAIN else "BF16"
+    def _scheme(self, sources: Sequence[str]) -> Literal["plain", "int4", "fp8"]:
+        """Of one of the model's tensors, by what the checkpoint holds of its parts."""
+        stems = [source.removesuffix(".weight") for source in sources]
+        if self.quantization.group and any(f"{stem}.weight_packed" in self._places for stem in stems):
+            return "int4"
+        if self.quantization.block and any(f"{stem}.weight_scale_inv" in self._places for stem in stems):
+            return "fp8"
+        return "plain"
 
     def _sources(self, whole: str, like: torch.Tensor) -> tuple[list[str], tuple[int, ...]]:
         """The names, in order, of what one of the model's tensors is made of, and the shape of each.
@@ -225,7 +242,11 @@ def _headers(folder: Path) -> tuple[dict[Path, Header], list[Problem]]:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             message = f"weight_map is no object of file names in {INDEX_FILE}"
             return {}, [Problem(str(folder), "target.index", message, _AGAIN)]
-        paths = [folder / file for file in sorted(set(weight_map.values()))]
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if not name or Path(name).name != name]:
+            message = f"{INDEX_FILE} names {outside[0]!r:.80}, expected files of this folder"
+            return {}, [Problem(str(folder), "target.index", message, _AGAIN)]
+        paths = [folder / name for name in names]
     headers = {}
     for path in paths:
         try:

@@ -39,6 +39,7 @@ class Skeleton:
         self.dtype = dtype
         self.depth = depth
         self.checkpoint = Checkpoint(files)
+        self.checkpoint.check_depth(depth)
         self.model = files.spec.empty(files.folder, dtype).eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
         self.base = self.model.base_model
@@ -47,7 +48,10 @@ class Skeleton:
         self.layers: Sequence[nn.Module] = list(layers)[:depth]
         self.embedding: Any = self.model.get_input_embeddings()
         self.norm: Any = files.spec.final_norm(self.model)
-        self.head = None if self.model.config.tie_word_embeddings else self.model.get_output_embeddings()
+        self.head: Any = self.model.get_output_embeddings()
+        self.tied = bool(self.model.config.tie_word_embeddings)
+        if self.tied and f"{files.spec.weight_prefix}{self.names[self.head]}.weight" not in self.checkpoint.names:
+            self.head = None  # where there is one of its own, Transformers uses that
         problems: list[Problem] = []
         self._recipes: dict[nn.Module, list[Recipe]] = {}
         for module in filter(None, (self.embedding, self.norm, self.head, *self.layers)):

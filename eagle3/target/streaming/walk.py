@@ -177,7 +177,8 @@ class LayerWalk:
             raws = self.reader.finish()
             head = torch.empty(recipe.shape, dtype=recipe.dtype, device=self.device)
             recipe.decode([raws[raw] for raw in recipe.raws], head)
-            tensors["lm_head.weight"] = head.cpu()
+            if not (self.skeleton.tied and torch.equal(head, self.skeleton.embedding.weight)):
+                tensors["lm_head.weight"] = head.cpu()
         return tensors
 
     def close(self) -> None:

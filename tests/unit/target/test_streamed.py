@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json_object, write_json_atomic
 from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
+from eagle3.target.extract import run_extract
 from eagle3.target.families.kimi import KIMI_K2
 from eagle3.target.selfcheck import self_check_streamed
 from eagle3.target.streaming import fused
 from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
-from tests.unit.target.cases import SHARED_PREFIX_BATCH, relative
+from tests.unit.target.cases import SHARED_PREFIX_BATCH, make_engine, relative
+from tests.unit.target.stream_cases import stream_config
 from tests.unit.target.streaming.checkpoints import (
     edit,
+    edit_config,
     files_of,
     make_tiny_gpt_oss,
     make_tiny_qwen3_moe,
@@ -192,6 +195,7 @@ def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
 
 def test_multi_token_prediction_layers_beyond_the_model_are_left_alone(tmp_path: Path) -> None:
     folder = make_tiny_deepseek_v3(tmp_path / "target", num_hidden_layers=3)
+    edit_config(folder, "num_nextn_predict_layers", 1)
     extra = {
         "model.layers.3.eh_proj.weight": torch.ones(2, 2),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -257,3 +261,46 @@ def test_the_self_check_compares_with_transformers_own_experts(
         self_check_streamed(engine, ["a", "b", "c"], SHARED_PREFIX_BATCH, torch.float32)
 
     assert {problem.kind for problem in error.value.problems} == {"selfcheck.streamed"}
+
+
+def test_a_head_of_its_own_is_stored_though_the_config_ties_it(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "target")
+    head = torch.randn(load_file(folder / "model.safetensors")["model.embed_tokens.weight"].shape)
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+
+    engine = streamed(folder, [0])
+
+    assert torch.equal(engine.head_tensors()["lm_head.weight"], head)
+    assert torch.equal(make_engine(folder, [0]).model.get_output_embeddings().weight, head)
+
+
+def test_a_copy_of_the_embedding_is_no_head_of_its_own(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "target")
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+
+    assert streamed(folder, [0]).head_tensors().keys() == {"embed_tokens.weight", "norm.weight"}
+
+
+def test_weights_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
+    folder = three_layers(tmp_path / "target")
+    name = "language_model.model.layers.1.mlp.gate.weight"
+    edit(folder, lambda tensors: tensors[name].fill_(float("nan")))
+
+    with pytest.raises(ProblemsError) as error:
+        self_check_streamed(streamed(folder, [0]), ["a"], DOCUMENTS[:1], torch.float32)
+
+    [problem] = error.value.problems
+    assert (problem.where, problem.kind) == ("a", "selfcheck.non_finite") and "layer 1" in problem.message
+
+
+@pytest.mark.parametrize(("key", "value"), [("n_group", 0), ("n_group", 3), ("num_experts_per_tok", 99)])
+def test_a_config_that_no_forward_can_follow_is_one_error(tmp_path: Path, key: str, value: int) -> None:
+    folder = three_layers(tmp_path / "target")
+    edit_config(folder, key, value)
+    output = tmp_path / "store"
+
+    with pytest.raises(ProblemsError) as error:
+        run_extract(stream_config(folder, tmp_path, str(output), output_indices=[0, 1]))
+
+    assert [problem.kind for problem in error.value.problems] == ["target.cannot_load"]
+    assert not output.exists()

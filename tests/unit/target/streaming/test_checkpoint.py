@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from eagle3.errors import ProblemsError
 from eagle3.files import write_json_atomic
+from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama
-from tests.unit.target.streaming.checkpoints import FP8, INT4, edit, edit_config, streamed, to_fp8, to_int4
+from tests.unit.target.streaming.checkpoints import FP8, INT4, edit, edit_config, files_of, streamed, to_fp8, to_int4
 
 EXPERT = "language_model.model.layers.2.mlp.experts.5.up_proj"
 DOWN = "language_model.model.layers.2.mlp.experts.5.down_proj"
@@ -29,6 +30,12 @@ def problems(folder: Path) -> list[tuple[str, str]]:
     with pytest.raises(ProblemsError) as error:
         streamed(folder, [0])
     return sorted((problem.kind, problem.message) for problem in error.value.problems)
+
+
+def int4_groups(*sizes: Any) -> dict[str, Any]:
+    weights = INT4["config_groups"]["group_0"]["weights"]
+    groups = {f"group_{number}": {"weights": {**weights, "group_size": size}} for number, size in enumerate(sizes)}
+    return {**INT4, "config_groups": groups}
 
 
 def test_every_missing_and_misshaped_weight_is_listed(kimi: Path) -> None:
@@ -57,10 +64,15 @@ def test_a_tensor_that_no_part_reads_is_refused(kimi: Path) -> None:
         ({"quant_method": "awq"}, "quantization method 'awq' is not known"),
         ({"quant_method": "mxfp4"}, "quantization method 'mxfp4' is not known"),
         ("yes", "quantization_config is 'yes', expected an object"),
+        ([], "quantization_config is [], expected an object"),
+        (False, "quantization_config is False, expected an object"),
         ({**INT4, "format": "nvfp4-pack-quantized"}, "compressed-tensors format: 'nvfp4-pack-quantized'"),
         ({**INT4, "config_groups": []}, "compressed-tensors config_groups: []"),
         ({**INT4, "config_groups": {"g": {"weights": None}}}, "compressed-tensors config_groups.g.weights: None"),
         ({**FP8, "weight_block_size": None}, "fp8 weight_block_size is None"),
+        (int4_groups([32]), "compressed-tensors group sizes are [32], expected one multiple of 8"),
+        (int4_groups(12), "compressed-tensors group sizes are 12, expected one multiple of 8"),
+        (int4_groups(32, 64), "compressed-tensors group sizes are 32, 64, expected one multiple of 8"),
         ({**FP8, "weight_block_size": [128, 0]}, "fp8 weight_block_size is [128, 0]"),
     ],
 )
@@ -96,7 +108,7 @@ def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path: Path)
     name = "model.layers.2.mlp.up_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
 
-    assert problems(folder) == [("target.quantized", f"{name} is I8")]
+    assert problems(folder) == [("target.quantized", f"{name} is I8, expected F32 or BF16 or F16")]
 
 
 def test_int4_parts_that_do_not_fit_are_listed(kimi: Path) -> None:
@@ -170,3 +182,60 @@ def test_a_tensor_in_two_files_is_refused(kimi: Path) -> None:
 
     message = f"{NORM} is in model-more.safetensors and in model.safetensors"
     assert problems(kimi) == [("target.duplicate_weights", message)]
+
+
+@pytest.mark.parametrize("expert", ["0", "5"])
+def test_of_experts_in_another_type_only_those_are_named(kimi: Path, expert: str) -> None:
+    name = EXPERT.replace("experts.5", f"experts.{expert}") + ".weight"
+    edit(kimi, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+
+    assert problems(kimi) == [("target.quantized", f"{name} is BF16, expected F32")]
+
+
+@pytest.mark.parametrize("make", [to_int4, to_fp8])
+def test_of_quantized_experts_only_what_is_missing_is_named(tmp_path: Path, make: Any) -> None:
+    int4 = make is to_int4
+    folder = make_tiny_kimi(tmp_path / "t", num_hidden_layers=3) if int4 else make_tiny_deepseek_v3(tmp_path / "t")
+    make(folder)
+    name = DOWN.replace("experts.5", "experts.0") + ".weight_packed"
+    if not int4:
+        name = "model.layers.2.mlp.experts.0.down_proj.weight_scale_inv"
+    edit(folder, lambda tensors: tensors.pop(name))
+
+    assert problems(folder) == [("target.missing_weights", f"there is no {name}")]
+
+
+@pytest.mark.parametrize("layers", [2, 4, 10**9])
+def test_another_number_of_layers_than_the_weights_have_is_one_error(kimi: Path, layers: int) -> None:
+    edit_config(kimi, "num_hidden_layers", layers)
+
+    with pytest.raises(ProblemsError) as error:
+        Skeleton(files_of(kimi), torch.float32, layers)
+
+    [problem] = error.value.problems
+    assert problem.kind == "target.layers"
+    assert problem.message == f"has weights of layers 0 to 2, config.json says {layers} layers"
+
+
+@pytest.mark.parametrize("name", ["../kimi/model.safetensors", "sub/model.safetensors", "", "."])
+def test_an_index_that_names_files_elsewhere_is_refused(kimi: Path, name: str) -> None:
+    write_json_atomic(kimi / "model.safetensors.index.json", {"weight_map": {NORM: name}})
+
+    [(kind, message)] = problems(kimi)
+
+    assert (kind, f"names {name!r}" in message) == ("target.index", True)
+
+
+@pytest.mark.parametrize("value", [None, "x", 0, -1.0, True])
+def test_a_config_without_a_usable_epsilon_is_refused(kimi: Path, value: Any) -> None:
+    edit_config(kimi, "rms_norm_eps", value)
+
+    [(kind, message)] = problems(kimi)
+
+    assert (kind, message) == ("target.config", f"rms_norm_eps is {value!r}, expected a number above 0")
+
+
+def test_a_mixture_without_experts_is_refused(kimi: Path) -> None:
+    edit_config(kimi, "n_routed_experts", 0)
+
+    assert {kind for kind, _ in problems(kimi)} == {"target.mismatched_weights"}
