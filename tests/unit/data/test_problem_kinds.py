@@ -1,0 +1,39 @@
+"""The section on stores in docs/problem-kinds.md against the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+MODULES = (
+    "store_check",
+    "store_verify",
+    "verify_record",
+    "store_repair",
+    "store_inspect",
+    "store_build",
+    "store_merge",
+    "store_split",
+)
+COMMANDS = ("verify", "inspect", "merge", "split")
+KIND = re.compile(r"(store|disk|verify|inspect|merge|split)\.[a-z_]+")
+
+
+def kinds_in_code() -> set[str]:
+    """Literal kinds, and the second parts that are put behind `store.`."""
+    found = set()
+    for path in [*(ROOT / f"eagle3/data/{name}.py" for name in MODULES), ROOT / "eagle3/cli/data.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and KIND.fullmatch(node.value):
+                found.add(node.value)
+    return found
+
+
+def test_every_kind_of_the_stores_commands_is_documented_and_no_other() -> None:
+    section = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8").split("\n## Stores\n")[1]
+    documented = set(re.findall(r"`([a-z]+\.[a-z_]+)`", section))
+    code = kinds_in_code()
+    assert len(code) > 10 and code <= documented
+    assert {kind for kind in documented if kind.startswith(COMMANDS)} <= code
