@@ -60,8 +60,8 @@ class MemoryPlan:
         return [
             f"chunks of {sizes.chunk_tokens:,} tokens, at most {sizes.micro_tokens:,} in a call of a layer; residual "
             f"stream: {sizes.residual}; experts: {group}",
-            f"planned peak: {self.device_bytes / _GIB:.1f} GiB on the device (limit {self.device_limit / _GIB:.1f}), "
-            f"{self.host_bytes / _GIB:.1f} GiB of host memory, {self.scratch_bytes / _GIB:.1f} GiB of scratch file",
+            f"planned peak: {_size(self.device_bytes)} on the device (limit {_size(self.device_limit)}), "
+            f"{_size(self.host_bytes)} of host memory, {_size(self.scratch_bytes)} of scratch file",
         ]
 
 
@@ -203,8 +203,8 @@ def _device_problems(plan: MemoryPlan) -> Iterator[Problem]:
     if plan.device_bytes <= plan.device_limit:
         return
     message = (
-        f"needs {plan.device_bytes / _GIB:.1f} GiB for {plan.sizes.micro_tokens:,} tokens in a call of a layer, "
-        f"{plan.device_limit / _GIB:.1f} GiB may be used (stream.device_memory_gib, and what is free)"
+        f"needs {_size(plan.device_bytes)} for {plan.sizes.micro_tokens:,} tokens in a call of a layer, "
+        f"{_size(plan.device_limit)} may be used (stream.device_memory_gib, and what is free)"
     )
     fix = "set a smaller stream.micro_tokens, stream.chunk_tokens, stream.expert_group or data.max_length"
     yield Problem("device memory", "stream.memory", message, fix)
@@ -213,9 +213,7 @@ def _device_problems(plan: MemoryPlan) -> Iterator[Problem]:
 def _host_problems(plan: MemoryPlan, scratch: Path) -> Iterator[Problem]:
     free = psutil.virtual_memory().available
     if plan.host_bytes > _SHARE_OF_HOST * free:
-        message = (
-            f"needs {plan.host_bytes / _GIB:.1f} GiB, of {free / _GIB:.1f} GiB free {_SHARE_OF_HOST:.0%} may be used"
-        )
+        message = f"needs {_size(plan.host_bytes)}, of {_size(free)} free {_SHARE_OF_HOST:.0%} may be used"
         fix = "set stream.residual=file, a smaller stream.chunk_tokens or fewer stream.read_threads"
         yield Problem("host memory", "stream.memory", message, fix)
     if plan.scratch_bytes:
@@ -225,5 +223,9 @@ def _host_problems(plan: MemoryPlan, scratch: Path) -> Iterator[Problem]:
             message = f"the scratch file cannot be made: {there} is no folder that this process may write to"
             yield Problem(str(scratch), "stream.disk", message, "set stream.scratch")
         elif plan.scratch_bytes > left:
-            message = f"the scratch file needs {plan.scratch_bytes / _GIB:.1f} GiB, {left / _GIB:.1f} GiB are free"
+            message = f"the scratch file needs {_size(plan.scratch_bytes)}, {_size(left)} are free"
             yield Problem(str(scratch), "stream.disk", message, "set stream.scratch, or a smaller stream.chunk_tokens")
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:,.1f} GiB" if 10 * count >= _GIB else f"{count / 2**20:.1f} MiB"

@@ -123,6 +123,7 @@ def test_every_problem_is_said_at_once(cfg: ExtractConfig, monkeypatch: pytest.M
         "extract.disk",
         "store.other_settings",
         "stream.memory",
+        "stream.disk",
     ]
     assert all(problem.message in report.render() for problem in report.problems)
 
