@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3.data.store_build import BuildReport, Source, build_store, check_room
 from eagle3.data.store_folder import differing_settings
-from eagle3.errors import Problem, raise_problems
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
 from eagle3.provenance import provenance
 
@@ -37,6 +37,9 @@ def merge(
             cannot hold it.
     """
     out = Path(out)
+    if len(folders) < 2:
+        fix = "give the folder of the new store first, then two stores at least"
+        raise problem_error(str(out), "merge.one_store", "there is only one store to merge into it", fix)
     sources = [Source.open(Path(folder)) for folder in folders]
     problems = [problem for other in sources[1:] for problem in _differences(sources[0], other, allow_different_data)]
     raise_problems([*problems, *_duplicates(sources)], f"cannot merge into {out}")

@@ -87,15 +87,13 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("nothing here runs on it")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise problem_error(
-            "target.device",
-            "target.device",
-            f"{name!r} cannot be used: {reason}",
-            "use cpu, or auto, which takes a GPU where there is one",
-        ) from None
+        fix = "use cpu, or auto, which takes a GPU where there is one"
+        raise problem_error("target.device", "target.device", f"{name!r} cannot be used: {reason}", fix) from None
     return torch.empty(0, device=device).device  # a plain `cuda` gets its number
 
 
@@ -133,7 +131,7 @@ def _folder(target: TargetConfig, weights: bool | Sequence[str], download: bool)
         )
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if not download:
+        if not download and isinstance(error, OSError):
             message = "is no folder here, and is not in the hub's cache; nothing is downloaded for a plan"
             fix = f"download it first, e.g. with `hf download {target.path}`, or give the folder of a checkpoint"
             raise problem_error(target.path, "target.not_found", message, fix) from error

@@ -20,6 +20,7 @@ from eagle3.data.store_check import check_shard, check_target_head
 from eagle3.data.store_fingerprint import fingerprint_place
 from eagle3.data.store_format import ShardInfo, shard_name
 from eagle3.data.store_joint import JointStore
+from eagle3.errors import raise_problems
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.engines.streamed import StreamedEngine
@@ -38,6 +39,7 @@ from eagle3.target.stream_plan import (
 )
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, blocks_waiting, stager
 from eagle3.target.streaming.memory import explained_memory
+from eagle3.target.streaming.reader import check_vectors
 from eagle3.wiring.fingerprint_file import Fingerprint
 
 _HASHERS = 4
@@ -90,7 +92,8 @@ def make_engine(stream: StreamPlan) -> StreamedEngine:
 
 
 def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
-    """The self-check, before anything is written."""
+    """Small weights are read, and the self-check runs, before anything is written."""
+    raise_problems(check_vectors(engine.skeleton.all_recipes()), f"cannot use {stream.plan.files.folder}")
     samples = stream.plan.samples
     ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     with explained_loading(stream.plan.files.folder):  # a config that contradicts itself fails here, in any way

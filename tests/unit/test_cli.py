@@ -34,6 +34,13 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         ("wiring", "explain", "--target", "kimi-k2.5", "--layers", "2,x"),
         ("wiring", "explain", "--target", "kimi-k2.5", "--layers", "58,30,2"),
         ("data", "verify", "/nowhere"),
+        ("data", "verify", "/nowhere", "--workers", "0"),
+        ("data", "repair", "/nowhere", "--yes"),
+        ("data", "inspect", "/nowhere"),
+        ("data", "merge", "/tmp/never-written", "/nowhere"),
+        ("data", "merge", "/tmp/never-written", "/nowhere", "/nowhere"),
+        ("data", "split", "/nowhere", "/tmp/never-written", "--parts", "2"),
+        ("data", "estimate", "--config", "/nowhere.yaml"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_a_message_and_no_traceback(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3.errors import problem_error
+from eagle3.errors import Problem, problem_error
+from eagle3.files import readable
 from eagle3.target.streaming.checkpoint import Raw, Recipe
 
 BLOCK_BYTES = 64 << 20
@@ -140,17 +141,40 @@ class WeightReader:
         return staging
 
 
+def check_vectors(recipes: Iterable[Recipe]) -> list[Problem]:
+    """Reads what is small, norms and biases, and finds those that are not finite. A router's bias with NaN would choose
+    experts at random, and no state would show it.
+    """
+    problems = []
+    for recipe in recipes:
+        if recipe.scheme == "plain" and len(recipe.shape) == 1:
+            [place] = recipe.raws[0].places
+            values = bytearray(place.size)
+            _File(place.path).read(memoryview(values), place.begin)
+            if not torch.isfinite(torch.frombuffer(values, dtype=recipe.raws[0].dtype)).all():
+                fix = "download this file again"
+                message = f"{place.name} has NaN or infinity"
+                problems.append(Problem(str(place.path), "target.non_finite", message, fix))
+    return problems
+
+
 class _File:
     """A file that stays open as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the object)
+        try:
+            with readable(path):
+                self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the object)
+        except (FileNotFoundError, NotADirectoryError):
+            fix = "put it back, leave the checkpoint in place while it is read, and run the same command again"
+            raise problem_error(str(path), "file.missing", "is gone, it was there when the run began", fix) from None
 
     def read(self, target: memoryview, offset: int) -> None:
         done = 0
         while done < len(target):
-            count = os.preadv(self._handle.fileno(), [target[done:]], offset + done)
+            with readable(self.path):
+                count = os.preadv(self._handle.fileno(), [target[done:]], offset + done)
             if not count:
                 message = f"ends at byte {offset + done}, expected {len(target) - done} more"
                 raise problem_error(str(self.path), "target.truncated", message, "download this file again")

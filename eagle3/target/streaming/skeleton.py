@@ -6,7 +6,7 @@ Legend: T tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,12 +58,16 @@ class Skeleton:
             self._recipes[module], found = self.checkpoint.recipes(module, self.names[module])
             problems += found
         if not problems:
-            read = (recipe for recipes in self._recipes.values() for recipe in recipes)
-            problems = self.checkpoint.unused(read, (self.names[module] for module in self._recipes))
+            problems = self.checkpoint.unused(self.all_recipes(), (self.names[module] for module in self._recipes))
         raise_problems(problems, f"cannot read {files.folder}")
 
     def recipes(self, module: nn.Module) -> list[Recipe]:
         return self._recipes[module]
+
+    def all_recipes(self) -> Iterator[Recipe]:
+        """Of every part that is needed."""
+        for recipes in self._recipes.values():
+            yield from recipes
 
     def expert_recipes(self, layer: nn.Module) -> list[Recipe]:
         """Those of the layer's fused experts: gate_up, then down; empty without experts."""

@@ -156,6 +156,10 @@ def test_a_sample_that_is_in_two_stores_is_named(tmp_path: Path, first: Path, se
     assert kinds(refusal(lambda: merge(tmp_path / "out", [first, first]))) == ["store.duplicate_sample"]
 
 
+def test_one_store_is_not_merged(tmp_path: Path, first: Path) -> None:
+    assert kinds(refusal(lambda: merge(tmp_path / "out", [first]))) == ["merge.one_store"]
+
+
 def test_a_source_that_is_damaged_is_refused_by_name(tmp_path: Path, first: Path, second: Path) -> None:
     flip(shard(second, 1), 8 * shard(second, 1).stat().st_size - 1)
     error = refusal(lambda: merge(tmp_path / "out", [first, second]))

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from eagle3.errors import ProblemsError
 from eagle3.files import write_json_atomic
+from eagle3.target.streaming.reader import check_vectors
 from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama
 from tests.unit.target.streaming.checkpoints import FP8, INT4, edit, edit_config, files_of, streamed, to_fp8, to_int4
@@ -239,3 +240,26 @@ def test_a_mixture_without_experts_is_refused(kimi: Path) -> None:
     edit_config(kimi, "n_routed_experts", 0)
 
     assert {kind for kind, _ in problems(kimi)} == {"target.mismatched_weights"}
+
+
+def test_a_shard_that_is_gone_when_it_is_read_is_named(kimi: Path) -> None:
+    engine = streamed(kimi, [0])
+    engine.layer_walk.reader._open.cache_clear()
+    (kimi / "model.safetensors").unlink()
+
+    with pytest.raises(ProblemsError) as error:
+        engine.states([[1, 2, 3]])
+
+    [problem] = error.value.problems
+    assert (problem.where, problem.kind) == (str(kimi / "model.safetensors"), "file.missing")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_routers_bias_that_is_not_finite_is_named(kimi: Path, value: str) -> None:
+    name = "language_model.model.layers.2.mlp.gate.e_score_correction_bias"
+    assert check_vectors(streamed(kimi, [0]).skeleton.all_recipes()) == []
+    edit(kimi, lambda tensors: tensors[name][3:4].fill_(float(value)))
+
+    [problem] = check_vectors(streamed(kimi, [0]).skeleton.all_recipes())
+
+    assert (problem.kind, problem.message) == ("target.non_finite", f"{name} has NaN or infinity")
