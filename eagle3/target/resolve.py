@@ -92,9 +92,8 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise problem_error(
-            "target.device", "target.device", f"{name!r} cannot be used: {reason}", "use cpu, cuda or auto"
-        ) from None
+        fix = "use cpu, or auto, which takes a GPU where there is one"
+        raise problem_error("target.device", "target.device", f"{name!r} cannot be used: {reason}", fix) from None
     return torch.empty(0, device=device).device  # a plain `cuda` gets its number
 
 
@@ -132,6 +131,10 @@ def _folder(target: TargetConfig, weights: bool | Sequence[str], download: bool)
         )
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not download and isinstance(error, OSError):
+            message = "is no folder here, and is not in the hub's cache; nothing is downloaded for a plan"
+            fix = f"download it first, e.g. with `hf download {target.path}`, or give the folder of a checkpoint"
+            raise problem_error(target.path, "target.not_found", message, fix) from error
         message = f"is no folder here, and the Hugging Face hub does not give it: {reason}"
         raise _not_found(target.path, message) from error
 
