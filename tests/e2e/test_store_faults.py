@@ -85,8 +85,6 @@ class Child:
                 before()
                 work(folder, lambda number: os.write(log, f"{number}\n".encode()) and None)
                 code = 0
-            except OSError:  # the command line names it
-                code = 2
             except ProblemsError as error:
                 code = 2 if all(problem.kind.startswith("disk.") for problem in error.problems) else 3
             finally:
