@@ -6,7 +6,7 @@ on they are part of the store's settings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from eagle3.config import ExtractConfig
-from eagle3.data.store_format import MANIFEST_FILE, Manifest, load_manifest, shard_name
+from eagle3.data.store_format import MANIFEST_FILE, Manifest, load_manifest, shard_files, shard_name
+from eagle3.errors import Problem, raise_problems
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.resolve import pick_device
 from eagle3.target.shares import Chunk, Process, Shard, cut_chunks, even_chunk_tokens, local_device, this_process
@@ -117,7 +118,7 @@ def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> Stre
 
     Raises:
         ProblemsError: the checkpoint cannot be read (every reason is listed), a chunk does not fit this machine's
-            memory, or this process's number makes no sense.
+            memory, this process's number makes no sense, or the folder holds another store's shards.
     """
     target = plan.cfg.target
     device = local_device(target.device)
@@ -129,7 +130,18 @@ def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> Stre
     memory = plan_memory(skeleton, plan.cfg.stream, longest, pick_device(device), scratch_folder(plan.cfg))
     sizes = {key: getattr(memory.sizes, key) for key in SIZES}
     cfg = plan.cfg.model_copy(update={"stream": plan.cfg.stream.model_copy(update=sizes)})
-    return StreamPlan(settle_sizes(replace(plan, cfg=cfg), None), process, skeleton, memory)
+    result = StreamPlan(settle_sizes(replace(plan, cfg=cfg), None), process, skeleton, memory)
+    raise_problems(_foreign_shards(result) if begun is not None else ())
+    return result
+
+
+def _foreign_shards(stream: StreamPlan) -> Iterator[Problem]:
+    """Files of a begun store that have a shard's name, and that none of its chunks would write."""
+    own = {shard_name(shard.number) for chunk in stream.chunks for shard in chunk.shards}
+    for path in shard_files(stream.plan.folder):
+        if path.name not in own:
+            message = "is a shard of another store: this one has none of that number"
+            yield Problem(str(path), "store.foreign_shard", message, "move it away")
 
 
 def scratch_folder(cfg: ExtractConfig) -> Path:

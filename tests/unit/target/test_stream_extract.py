@@ -488,3 +488,13 @@ def test_sizes_of_a_store_that_are_none_are_refused(cfg: ExtractConfig, fake: Fa
         fake.run(cfg.model_copy(update={"stream": left_open}), 1, 2)
 
     assert set(kinds(error)) == {"store.other_settings"}
+
+
+def test_a_shard_that_no_chunk_would_write_is_refused(cfg: ExtractConfig, fake: Fake) -> None:
+    fake.run(cfg)
+    (Path(cfg.output) / "shard-00099.safetensors").write_bytes(b"x")
+
+    with pytest.raises(ProblemsError, match="shard-00099") as error:
+        fake.run(cfg)
+
+    assert kinds(error) == ["store.foreign_shard"]
