@@ -107,6 +107,11 @@ def _rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         message = f"cannot be read: {error.__cause__ or error}"
         raise problem_error(str(path), "conversations.unreadable", message, "restore the file") from error
+    except RuntimeError as error:  # datasets keeps a counter in shared memory
+        if "shared memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise problem_error("/dev/shm", "disk.full", f"cannot write: {reason}", "free space there") from error
 
 
 def _parsed(line: str, where: str) -> tuple[str, Any]:

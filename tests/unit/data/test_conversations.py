@@ -207,3 +207,16 @@ def test_half_of_a_surrogate_pair_is_refused_outside_messages_too(tmp_path: Path
     with pytest.raises(ProblemsError) as error:
         load(jsonl(tmp_path, talk(**{key: "\ud800"})))
     assert kinds(error.value) == ["conversations.content"]
+
+
+def test_full_shared_memory_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(ProblemsError) as error:
+        load(jsonl(tmp_path, talk()))
+
+    assert kinds(error.value) == ["disk.full"]
