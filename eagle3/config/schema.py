@@ -267,6 +267,8 @@ class TrainConfig(Section):
     """The target to hold the dataset's contract against (config and tokenizer are compared); optional."""
     eval_dataset: PathText | None = None
     """Held-out store; default: `eval_fraction` of the dataset."""
+    allow_incomplete: bool = False
+    """Train on a store whose extraction has not ended."""
     eval_fraction: Fraction = 0.05
     """Share of the samples held out when `eval_dataset` is not given."""
     draft: DraftSection = Field(default_factory=DraftSection)

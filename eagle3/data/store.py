@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.data.store_check import check_store
+from eagle3.data.store_check import INCOMPLETE, check_store
 from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_verify import verify
@@ -31,15 +31,21 @@ class StoreReader:
     Args:
         folder: of the store.
         expected: the contract that the caller needs.
+        allow_incomplete: take a store whose extraction has not ended.
 
     Raises:
         ProblemsError: anything that `eagle3.data.store_check.check_store` finds, all of it.
     """
 
-    def __init__(self, folder: Path | str, expected: WiringContract | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, expected: WiringContract | None = None, allow_incomplete: bool = False
+    ) -> None:
         self.folder = Path(folder)
         manifest = load_manifest(self.folder)
-        raise_problems(check_store(self.folder, manifest, expected), f"cannot use the hidden states in {folder}")
+        problems = check_store(self.folder, manifest, expected)
+        if allow_incomplete:
+            problems = [problem for problem in problems if problem.kind != INCOMPLETE]
+        raise_problems(problems, f"cannot use the hidden states in {folder}")
         self.contract = manifest.contract
         self.settings = manifest.settings
         self.target_config = manifest.target_config

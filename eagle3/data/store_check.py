@@ -12,6 +12,7 @@ from pathlib import Path
 from eagle3.data.store_format import (
     DTYPE_CODES,
     METADATA_KEY,
+    SAMPLE_COUNT,
     FileInfo,
     Manifest,
     ShardInfo,
@@ -24,6 +25,7 @@ from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, read_header
 
+INCOMPLETE = "store.incomplete"
 REDO = "run `eagle3 extract` with the same settings again: it redoes damaged and missing shards"
 
 
@@ -43,6 +45,11 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
             problems.append(Problem(str(path), "store.shard_unlisted", message, REDO))
     if not problems:
         problems += check_stored_fingerprint(folder, manifest.to_dict(), manifest.contract)
+    held, planned = sum(len(shard.samples) for shard in manifest.shards), manifest.settings.get(SAMPLE_COUNT)
+    if manifest.shards and isinstance(planned, int) and held < planned:
+        message = f"holds {held:,} of {planned:,} samples: its extraction has not ended"
+        fix = "run `eagle3 extract` with the same settings to its end"
+        problems.append(Problem(str(folder), INCOMPLETE, message, fix))
     if not manifest.shards:
         problems.append(Problem(str(folder), "store.empty", "holds no sample yet", "run `eagle3 extract` to its end"))
     if expected is not None:

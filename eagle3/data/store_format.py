@@ -98,6 +98,10 @@ def process_lock_file(index: int) -> str:
     return PROCESS_LOCK_FILES.replace("*", f"{index:05d}")
 
 
+SAMPLE_COUNT = "sample_count"
+"""Setting that says how many samples a store has when it is complete."""
+
+
 def shard_files(folder: Path) -> list[Path]:
     """Every file in the folder that has a shard's name, listed in the manifest or not."""
     names = sorted(path.name for path in folder.iterdir())  # paths compare far slower

@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle3.data.store_build import BuildReport, Source, build_store, check_room
 from eagle3.data.store_folder import differing_settings
+from eagle3.data.store_format import SAMPLE_COUNT
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
 from eagle3.provenance import provenance
@@ -46,6 +47,8 @@ def merge(
     pieces = [piece for source in sources for piece in source.pieces([True] * len(source.reader))]
     check_room(out, [pieces], link)
     settings = sources[0].manifest.settings | {DATA_SETTING: digest_json([_identity(source) for source in sources])}
+    if SAMPLE_COUNT in settings:
+        settings[SAMPLE_COUNT] = sum(len(source.reader) for source in sources)
     merged = [
         {
             "store": str(source.folder),
@@ -70,7 +73,7 @@ def _differences(first: Source, other: Source, allow_different_data: bool) -> It
         message = f"holds another embedding, norm or head than {mine}"
         yield Problem(theirs, "merge.target_head", message, "extract both from the same weights")
     for key, ours, others in differing_settings(first.manifest.settings, other.manifest.settings):
-        if key == DATA_SETTING and allow_different_data:
+        if key == SAMPLE_COUNT or (key == DATA_SETTING and allow_different_data):
             continue
         fix = "extract one of them again with the settings of the other"
         if key == DATA_SETTING:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from eagle3.data.store_build import BuildReport, Source, build_store, check_room
+from eagle3.data.store_format import SAMPLE_COUNT
 from eagle3.data.store_merge import DATA_SETTING
 from eagle3.errors import problem_error
 from eagle3.files import digest_json
@@ -76,6 +77,8 @@ def _split(
         data = digest_json([source.manifest.settings.get(DATA_SETTING), ids])
         told = {**how, "part": part, "store": str(source.folder), "provenance": source.manifest.provenance}
         settings = source.manifest.settings | {DATA_SETTING: data}
+        if SAMPLE_COUNT in settings:
+            settings[SAMPLE_COUNT] = len(ids)
         reports.append(build_store(out / f"part-{part:05d}", mine, settings, {**provenance(), "split": told}, link))
     return reports
 

@@ -20,7 +20,7 @@ from eagle3.config import ExtractConfig
 from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
 from eagle3.data.store_check import check_store
-from eagle3.data.store_format import MANIFEST_FILE
+from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
 from eagle3.errors import Problem, raise_problems
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
@@ -108,6 +108,7 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
         "engine": resolve_engine(cfg, files),
         "target": {"weights": identity["weights"], "dtype": identity["dtype"]},
         **source.settings,
+        SAMPLE_COUNT: len(samples),
         "keep_ids": [token for token in special_token_ids(tokenizer) if token < facts.vocab_size],
     }
     return ExtractPlan(cfg, files, contract, settings, samples, source.prepared)

@@ -57,7 +57,7 @@ def make_setup(config: TrainConfig) -> Setup:
         ProblemsError: the dataset is damaged, or is not what the config asks for (every difference is listed); the
             drafter cannot have this shape.
     """
-    reader = StoreReader(Path(config.dataset))
+    reader = StoreReader(Path(config.dataset), allow_incomplete=config.allow_incomplete)
     raise_problems(check_dataset_contract(config, reader.contract), f"cannot train on {config.dataset}")
     ttt = TTTSettings(config.ttt.steps, config.ttt.decay, config.ttt.chain_rule)
     samples = select_samples(config, reader)

@@ -256,3 +256,14 @@ def test_a_store_of_another_contract_is_refused_with_every_difference(folder: Pa
 def test_a_target_head_of_another_size_is_refused(folder: Path) -> None:
     edit_manifest(folder, lambda manifest: manifest["contract"].update(vocab_size=30))
     assert [problem.kind for problem in refused(folder)] == ["store.target_head"]
+
+
+def test_a_store_says_how_many_samples_it_lacks(folder: Path) -> None:
+    edit_manifest(folder, lambda manifest: manifest["settings"].update(sample_count=7))
+
+    assert [(problem.kind, problem.message) for problem in verify(folder)] == [
+        ("store.incomplete", "holds 6 of 7 samples: its extraction has not ended")
+    ]
+    with pytest.raises(ProblemsError, match="holds 6 of 7 samples"):
+        StoreReader(folder)
+    assert len(StoreReader(folder, allow_incomplete=True)) == 6

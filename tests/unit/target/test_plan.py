@@ -121,6 +121,7 @@ def test_resume_under_other_settings_lists_each_and_loads_nothing(
         "chat_template_kwargs",
         "conversations",
         "max_length",
+        "sample_count",
         "target.dtype",
     ]
     assert len(found) == len(expected)
