@@ -17,7 +17,7 @@ from tests.unit.target.cases import target_config
 
 
 @pytest.mark.parametrize("maker", [make_tiny_llama, make_tiny_kimi])
-@pytest.mark.parametrize("change", [{"rms_norm_eps": "x"}, {"hidden_act": "nope"}, {"num_attention_heads": 0}])
+@pytest.mark.parametrize("change", [{"initializer_range": "x"}, {"hidden_act": "nope"}, {"num_attention_heads": 0}])
 def test_a_value_that_transformers_refuses_is_a_problem(tmp_path: Path, maker: Any, change: dict[str, Any]) -> None:
     path = maker(tmp_path / "target") / "config.json"
     config = read_json_object(path, "config")
