@@ -14,6 +14,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from tests.unit.data.cases import sample, write_missing, writer
 from tests.unit.data.joint_cases import content, joint, write
 from tests.unit.target.cases import extract_config, write_conversations
 
+ROOT = Path(__file__).parents[2]
 SAMPLES = 10
 KILLS = 100
 ERRORS = 60
@@ -79,6 +82,7 @@ class Child:
             code = 3
             try:
                 os.close(ready)
+                torch.set_num_threads(1)  # a fork has none of its parent's threads
                 log = os.open(self._finished, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.write(begun, b"!")
                 os.fsync = lambda descriptor: None  # a killed process, unlike a machine, loses no page
@@ -276,32 +280,34 @@ def test_fault_08_disks_that_fail_at_random(tmp_path: Path, together: bool) -> N
             break
 
 
-def test_fault_08_extraction_on_a_full_disk_says_so_and_a_rerun_finishes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+FULL_DISK = """
+import errno, os, sys
+from eagle3.cli import main
+
+real = os.replace
+
+def full(source, place):
+    if str(place).endswith(sys.argv[1]):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real(source, place)
+
+os.replace = full
+main(sys.argv[2:])
+"""
+
+
+def test_fault_08_extraction_on_a_full_disk_says_so_and_a_rerun_finishes(tmp_path: Path) -> None:
     data, target = write_conversations(tmp_path / "data.jsonl", 10), make_tiny_llama(tmp_path / "target")
     cfg = extract_config(target, data, tmp_path / "store", output_indices=[1, 2], shard_max_samples=2)
     (tmp_path / "extract.json").write_text(json.dumps(cfg.model_dump(mode="json")))  # JSON is YAML
     extract, folder = ["extract", "--config", str(tmp_path / "extract.json")], Path(cfg.output)
-    child = os.fork()
-    if child == 0:
-        real = os.replace
 
-        def full(source: object, place: object) -> None:
-            if str(place).endswith(shard_name(2)):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            real(source, place)  # type: ignore[arg-type]
+    # A process of its own, not a fork: torch's threads do not live on in one.
+    command = [sys.executable, "-c", FULL_DISK, shard_name(2), *extract]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
-        os.replace = full  # type: ignore[assignment]
-        try:
-            main(extract)
-        except SystemExit as stop:
-            os._exit(int(stop.code or 0))
-        finally:
-            os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    err = capfd.readouterr().err
-    assert "[disk.full]" in err and shard_name(2) in err and "Traceback" not in err
+    assert ended.returncode == 2
+    assert "[disk.full]" in ended.stderr and shard_name(2) in ended.stderr and "Traceback" not in ended.stderr
     assert [shard.file for shard in load_manifest(folder).shards] == [shard_name(0), shard_name(1)]
     assert len(StoreReader(folder, allow_incomplete=True)) == 4
     with pytest.raises(SystemExit) as stop:

@@ -117,6 +117,7 @@ def in_a_child(action: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        torch.set_num_threads(1)  # a fork has none of its parent's threads
         try:
             action()
             code = 0
