@@ -91,7 +91,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
                 os.fsync(handle.fileno())
             temporary.replace(path)
             sync_folder(path.parent)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing half-written is left; raised again
             temporary.unlink(missing_ok=True)
             raise
 
@@ -139,7 +139,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             else:
                 temporary.replace(path)
             sync_folder(path.parent)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing half-written is left; raised again
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         finally:
@@ -159,7 +159,7 @@ def _claim(temporary: Path) -> int:
     descriptor = os.open(temporary, os.O_RDONLY)
     try:
         _lock(descriptor, temporary)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nobody else would close it; raised again
         os.close(descriptor)
         raise
     return descriptor

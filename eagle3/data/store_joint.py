@@ -86,7 +86,7 @@ class JointStore:
                     given = settings(None)
                     manifest = begin_manifest(self.folder, contract, given, target_config, target_head, provenance)
                 self._save(manifest)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: locks that nobody holds on to would bar the next try; raised again
                 self._release()
                 raise
         self.settings = manifest.settings

@@ -151,7 +151,7 @@ def _set_aside(paths: Sequence[Path]) -> Iterator[None]:
                 moved.append(path)
             sync_folder(paths[0].parent)
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the files must have their names back; raised again
             for path in moved:
                 aside[path].replace(path)
             raise

@@ -77,7 +77,7 @@ class StoreWriter:
                 )
             self._save_manifest()
             self._remove_unlisted_shards()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: there is no object yet that would give the lock back; raised again
             self._lock.close()
             raise
         self.completed = {sample.id for shard in self._manifest.shards for sample in shard.samples}
@@ -109,7 +109,7 @@ class StoreWriter:
         self._manifest = replace(before, shards=tuple(shards), fingerprint=fingerprint)
         try:
             self._save_manifest()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a shard that no manifest lists is no data; raised again
             self._manifest = before
             path.unlink()
             raise

@@ -46,7 +46,7 @@ class AnswerFile:
             _drop_half_line(self._partial)
             self.lines = {**_read_lines(self.path), **_read_lines(self._partial)}
             """Answers that are already there, by id."""
-        except BaseException:
+        except BaseException:  # Ctrl-C too: closing gives the lock back; raised again
             self._handle.close()
             raise
 

@@ -169,7 +169,7 @@ def _walked(
         yield parts, rows
         for part in parts:
             part.file.close()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the files have their whole size, but not their rows; raised again
         for part in parts:
             part.file.discard()
         raise
