@@ -113,7 +113,10 @@ def test_states_that_are_not_finite_are_refused_by_the_samples_name(
 
 def test_large_states_whose_sum_is_not_finite_are_kept(tmp_path: Path) -> None:
     shard = opened(tmp_path, contract(dtype="float32"))
-    shard.put(1, 0, torch.full((TOKENS, HIDDEN), 3e38))
+    large = torch.full((TOKENS, HIDDEN), 3e38)
+    assert not torch.isfinite(large.sum())
+    shard.put(1, 0, large)
+    assert torch.equal(shard._slot(1), large)
 
 
 def test_samples_that_do_not_fit_are_named_before_a_file_is_made(tmp_path: Path) -> None:

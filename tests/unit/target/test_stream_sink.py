@@ -30,6 +30,7 @@ def plain(first: int, last: int) -> list[TokenSample]:
 
 def parts(folder: Path) -> list[Part]:
     """Two samples a shard: rows 0 to 11 and 11 to 26."""
+    folder.mkdir(exist_ok=True)
     files = [ShardFile(folder / shard_name(at), plain(2 * at, 2 * at + 2), contract()) for at in range(2)]
     return [Part(0, ENDS[0], files[0]), Part(ENDS[0], ENDS[1], files[1])]
 
@@ -72,10 +73,13 @@ def test_pieces_land_in_the_shards_that_they_belong_to(
 
 
 def test_rows_of_shards_that_are_there_already_are_let_pass(tmp_path: Path) -> None:
-    cut = parts(tmp_path)[1:]
-    with ShardSink(cut, contract(), STAGE) as sink:
-        walk(sink, 4)
-    cut[0].file.close()
+    whole, cut = parts(tmp_path / "whole"), parts(tmp_path / "cut")[1:]
+    for some in (whole, cut):
+        with ShardSink(some, contract(), STAGE) as sink:
+            walk(sink, 4)
+        for part in some:
+            part.file.close()
+    assert cut[0].file.path.read_bytes() == whole[1].file.path.read_bytes()
 
 
 @pytest.mark.parametrize("step", [1, 4, 26])

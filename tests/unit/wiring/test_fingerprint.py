@@ -41,7 +41,7 @@ def target(request: pytest.FixtureRequest, targets: Callable[[str], Target]) -> 
     return targets(request.param)
 
 
-def expect(found: dict[str, set[str]], aux: str, last: str) -> None:
+def assert_causes(found: dict[str, set[str]], aux: str, last: str) -> None:
     assert found == {**{slot: {aux} for slot in AUX}, "last": {last}}
 
 
@@ -55,7 +55,7 @@ def test_right_states_raise_no_alarm(target: Target, computed: str, stored: str)
 
     found = verdicts(target, rounded, computed, stored)
 
-    expect(causes(found), "right", "right")
+    assert_causes(causes(found), "right", "right")
     assert all(item.found == item.measured.expected for item in found)
     assert all(item.error <= max(ROUNDING[stored], 1e-5) for item in found), "in a batch or alone: only rounding"
 
@@ -82,7 +82,7 @@ def test_one_layer_off_is_named_with_its_direction(target: Target, step: int, ca
         target, lambda states: [*(states[at + step] for at in target.wired), states[POST_NORM]], dtype, dtype
     )
 
-    expect(causes(found), cause, "right")
+    assert_causes(causes(found), cause, "right")
     assert all(item.found == item.measured.expected + step for item in found if item.measured.slot != "last")
 
 
@@ -102,7 +102,7 @@ def test_an_added_embedding_is_named(target: Target) -> None:
 def test_permuted_slots_are_named_as_such(target: Target) -> None:
     first, second, third = target.wired
     found = verdicts(target, lambda states: [states[third], states[first], states[second], states[POST_NORM]])
-    expect(causes(found), "permuted", "right")
+    assert_causes(causes(found), "permuted", "right")
 
     found = verdicts(target, lambda states: [states[second], states[first], states[third], states[POST_NORM]])
     assert causes(found)["slot 0"] == causes(found)["slot 1"] == {"permuted"}
@@ -116,9 +116,9 @@ def test_pre_norm_and_post_norm_are_told_apart_both_ways(target: Target) -> None
     def pre_norm(states: States) -> list[torch.Tensor]:
         return [*target.right(states)[:3], states[target.layers]]
 
-    expect(causes(verdicts(target, pre_norm)), "right", "pre_norm")
-    expect(causes(verdicts(target, target.right, last=target.layers)), "right", "post_norm")
-    expect(causes(verdicts(target, pre_norm, last=target.layers)), "right", "right")
+    assert_causes(causes(verdicts(target, pre_norm)), "right", "pre_norm")
+    assert_causes(causes(verdicts(target, target.right, last=target.layers)), "right", "post_norm")
+    assert_causes(causes(verdicts(target, pre_norm, last=target.layers)), "right", "right")
 
 
 @pytest.mark.parametrize("tokens", [1, -1, 3])
@@ -126,7 +126,7 @@ def test_pre_norm_and_post_norm_are_told_apart_both_ways(target: Target) -> None
 def test_misaligned_rows_are_named_with_their_distance(target: Target, tokens: int, dtype: str) -> None:
     found = verdicts(target, lambda states: [slot.roll(-tokens, 0) for slot in target.right(states)], dtype, dtype)
 
-    expect(causes(found), "misaligned", "misaligned")
+    assert_causes(causes(found), "misaligned", "misaligned")
     assert {item.tokens for item in found} == {tokens}
     assert all(item.found == item.measured.expected for item in found), "right layer, other tokens"
 
@@ -134,7 +134,7 @@ def test_misaligned_rows_are_named_with_their_distance(target: Target, tokens: i
 def test_misaligned_rows_of_another_layer_are_both(target: Target) -> None:
     found = verdicts(target, lambda states: [*(states[at - 1].roll(-1, 0) for at in target.wired), states[POST_NORM]])
 
-    expect(causes(found), "misaligned", "right")
+    assert_causes(causes(found), "misaligned", "right")
     assert [item.found for item in found[:3]] == [at - 1 for at in target.wired]
 
 
@@ -158,7 +158,7 @@ def test_another_model_resembles_nothing(name: str, targets: Callable[[str], Tar
 
     found = verdicts(target, target.right, states=other.states(target.samples()))
 
-    expect(causes(found), "other_target", "other_target")
+    assert_causes(causes(found), "other_target", "other_target")
     assert all(item.found is None for item in found)
 
 
@@ -177,7 +177,7 @@ def test_unmasked_left_padding_is_named(target: Target, padding: int) -> None:
 
     found = verdicts(target, target.right, batch=batch, states=padded(target, batch, padding))
 
-    expect(causes(found), "padding", "padding")
+    assert_causes(causes(found), "padding", "padding")
 
 
 def test_padding_of_some_samples_only_is_told_from_the_right_ones(targets: Callable[[str], Target]) -> None:
@@ -209,7 +209,7 @@ def test_rows_that_are_not_this_samples_are_named(
 
     found = verdicts(target, mixed, batch=batch)
 
-    expect(causes(found), "rows", "rows")
+    assert_causes(causes(found), "rows", "rows")
     assert {item.rows for item in found} == {rows}
 
 
@@ -224,7 +224,7 @@ def test_lost_precision_is_named_within_its_bound(target: Target, dtype: str, sc
 
     found = verdicts(target, lambda states: [rounded(slot) for slot in target.right(states)])
 
-    expect(causes(found), "precision", "precision")
+    assert_causes(causes(found), "precision", "precision")
     assert {item.measured.precision for item in found} == {dtype}
     if scaled or slot_range(target) < 448:
         assert all(item.error <= ROUNDING[dtype] for item in found)
@@ -241,7 +241,7 @@ def test_a_layer_off_is_still_named_in_fp8(target: Target) -> None:
         scales = [448 / slot.abs().max() for slot in slots]
         return [(slot * s).to(torch.float8_e4m3fn).float() / s for slot, s in zip(slots, scales, strict=True)]
 
-    expect(causes(verdicts(target, early, stored="bfloat16")), "one_early", "precision")
+    assert_causes(causes(verdicts(target, early, stored="bfloat16")), "one_early", "precision")
 
 
 def test_the_coarsest_type_of_values() -> None:
