@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,10 +41,10 @@ from benchmarks.kimi_layers import LAYERS, write_layers
 from eagle3.config import ExtractConfig, StreamSection, TargetConfig, build_config
 from eagle3.target.engines.streamed import StreamedEngine, StreamSizes
 from eagle3.target.extract import run_extract
-from eagle3.target.families.kimi import _config
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.target.streaming import moe
-from eagle3.target.streaming.memory import plan_needs
+from eagle3.target.streaming.memory import plan_memory
+from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.streaming.walk import WalkTimes
 from eagle3.target.tiny import CHATML_TEMPLATE, CHATML_TOKENS, make_tokenizer
 from eagle3.wiring.layers import LayerWiring
@@ -85,6 +84,7 @@ def run(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
     target = TargetConfig(path=str(folder), device=str(device), dtype="bfloat16")
     files = find_target(target)
     sizes = StreamSizes(args.chunk, args.micro, args.residual, args.group)
+    _print("planned", gib=planned(args, files, device))
     engine = StreamedEngine(files, target, LayerWiring((0, 1, 2), 3), "post_norm", sizes, args.threads)
     walks = {}
     if "walk" in args.parts or "moe" in args.parts:
@@ -136,13 +136,12 @@ def measure_walk(args: argparse.Namespace, engine: StreamedEngine, document: int
         waiting=sum(waits) / (sum(waits) + sum(expert)),
         read_gb_per_second=read / whole / 1e9,
         peak_gib=peak(device),
-        planned_gib=planned(args, engine, document, device),
     )
     return statistics.median(rates)
 
 
-def planned(args: argparse.Namespace, engine: StreamedEngine, document: int, device: torch.device) -> float:
-    """What extraction would announce for these sizes."""
+def planned(args: argparse.Namespace, files: TargetFiles, device: torch.device) -> float:
+    """GiB that extraction would announce for these sizes; asked before anything is on the device."""
     section = StreamSection(
         chunk_tokens=args.chunk,
         micro_tokens=args.micro,
@@ -151,7 +150,8 @@ def planned(args: argparse.Namespace, engine: StreamedEngine, document: int, dev
         read_threads=args.threads,
         device_memory_gib=1000.0,
     )
-    return plan_needs(engine.skeleton, section, document, device).device_bytes / 2**30
+    skeleton = Skeleton(files, torch.bfloat16, files.facts.num_hidden_layers)
+    return plan_memory(skeleton, section, max(args.documents), device, files.folder).device_bytes / 2**30
 
 
 def profile(args: argparse.Namespace, engine: StreamedEngine, document: int) -> None:
@@ -258,9 +258,8 @@ def measure_offload(
     """accelerate's CPU offload of the same three layers in bfloat16, every weight in host memory."""
     from accelerate import cpu_offload
 
-    config = _config(files.folder)
-    with torch.device("meta"):
-        model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = files.spec.empty(files.folder, torch.bfloat16)
+    config = model.config
     model.set_attn_implementation("sdpa")
     model.config._experts_implementation = "grouped_mm" if device.type == "cuda" else "eager"
     model = model.to_empty(device="cpu").eval().requires_grad_(False)

@@ -26,7 +26,6 @@ from eagle3.target.stream_plan import (
     missing_shards,
     settle_sizes,
 )
-from eagle3.target.streaming.checkpoint import raw_bytes
 from eagle3.wiring.report import aligned
 
 # Kimi-K2.5 on one H200, documents of 2k tokens; see docs/benchmarks.md, "Extraction of Kimi-K2.5".
@@ -102,7 +101,7 @@ def _streamed(stream: StreamPlan) -> Iterator[str]:
     left = [[chunk for chunk, _ in missing_shards(chunks, manifest)] for chunks in stream.shares]
     passes, count = sum(map(len, left)), stream.process.count
     skeleton = stream.skeleton
-    pass_bytes = sum(raw_bytes(skeleton.recipes(layer)) for layer in skeleton.layers)
+    pass_bytes = skeleton.pass_bytes
     most = max(map(len, left))
     yield (
         f"{len(stream.chunks):,} chunks, {passes:,} of them to be done, each a pass over {size_text(pass_bytes)} of "

@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 
 from eagle3.config import TargetConfig
-from eagle3.target.capture import Capture
 from eagle3.target.resolve import TargetFiles, pick_device
 from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.streaming.walk import LAST, LayerWalk, StateKey, StateSink, StreamSizes, WalkTimes
@@ -75,14 +74,6 @@ class StreamedEngine:
     def walk(self, batch: Sequence[Sequence[int]], sink: StateSink, advance: Callable[[float], None]) -> WalkTimes:
         """One pass over the weights for these samples; see `LayerWalk.run`."""
         return self.layer_walk.run(batch, sink, advance)
-
-    def capture(self, batch: Sequence[Sequence[int]]) -> list[Capture]:
-        """See `CaptureEngine`. One pass over the weights, whatever the batch; needs the last hidden states."""
-        assert self.last_hidden_states is not None
-        return [
-            Capture(torch.cat([states[index] for index in self.wiring.output_indices], -1), states[LAST])
-            for states in self.states(batch)
-        ]
 
     def states(self, batch: Sequence[Sequence[int]]) -> list[dict[StateKey, torch.Tensor]]:
         """States [T, H] of every captured layer, and "last" if it is wanted, of each sample, on the CPU."""

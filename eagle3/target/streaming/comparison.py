@@ -14,7 +14,7 @@ import torch
 from eagle3.target.streaming.fused import find_experts, unfused
 from eagle3.target.streaming.packing import ATTENTION, MicroBatch, packed
 from eagle3.target.streaming.skeleton import Skeleton
-from eagle3.target.streaming.walk import LayerWalk
+from eagle3.target.streaming.walk import LayerWalk, layer_states
 
 _DENSE_LAYERS = 2
 
@@ -50,12 +50,12 @@ def compare_layers(
         grouped = walk.load(number)
         with packed(together):
             output = layer(states.unsqueeze(0), **inputs[number])
-        fast = (output[0] if isinstance(output, tuple) else output)[0].split(together.lengths)
+        fast = layer_states(output).split(together.lengths)
         own = []
         with own_attention(skeleton), unfused(layer, experts_too=not grouped):
             for document, arguments in zip(states.split(together.lengths), own_inputs, strict=True):
                 output = layer(document.unsqueeze(0), **arguments[number])
-                own.append((output[0] if isinstance(output, tuple) else output)[0])
+                own.append(layer_states(output))
         yield number, list(zip(fast, own, strict=True))
         states = torch.cat(own)
         layer.to("meta")

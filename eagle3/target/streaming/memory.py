@@ -92,12 +92,6 @@ def plan_memory(
     raise AssertionError("there is no candidate")
 
 
-def plan_needs(skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device) -> MemoryPlan:
-    """What the first choice needs, whether it fits or not; arguments as for `plan_memory`."""
-    sizes = next(_candidates(skeleton, cfg, device))
-    return _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), _device_limit(cfg, device), device)
-
-
 def _device_limit(cfg: StreamSection, device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by the allocator
@@ -140,7 +134,7 @@ def _needs(
     buffer = max(raw_offsets(skeleton.recipes(part))[1] for part in parts)
     live = max(_live(skeleton, layer, sizes.expert_group) for layer in skeleton.layers)
     fixed = sum(decoded_bytes(skeleton.recipes(part)) for part in outer)
-    busy = micro * max(token_bytes(skeleton, layer) for layer in skeleton.layers)
+    busy = micro * max(_token_bytes(skeleton, layer) for layer in skeleton.layers)
     residual = max(sizes.chunk_tokens, micro) * width
     staged = cfg.read_threads * BLOCKS_PER_THREAD * BLOCK_BYTES if device.type == "cuda" else 0
     return MemoryPlan(
@@ -166,7 +160,7 @@ def _live(skeleton: Skeleton, layer: nn.Module, group: int | None) -> int:
     return whole - packed + packed * min(group, experts[0].shape[0]) // experts[0].shape[0]
 
 
-def token_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
+def _token_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
     """Bytes that a token of a micro-batch takes on the device at the widest place of a layer."""
     hidden = skeleton.files.facts.hidden_size
     # What a layer's own matrices put out for a token, all at once: an upper bound of what lives at the same time.

@@ -68,7 +68,7 @@ class WeightReader:
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._pool = ThreadPoolExecutor(threads, "weights")
         self._local = threading.local()
-        self._open = lru_cache(maxsize=256)(lambda path: _File(path))
+        self._open = lru_cache(maxsize=256)(_File)
         self._jobs: list[Future[None]] = []
         self._offsets: dict[Raw, int] = {}
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -75,20 +75,10 @@ class Skeleton:
         by_key = {recipe.key: recipe for recipe in self._recipes[layer]}
         return [by_key[key] for key in wanted]
 
-    def layer_bytes(self, number: int) -> int:
-        """Bytes of the checkpoint that are read for this layer."""
-        return raw_bytes(self._recipes[self.layers[number]])
-
     @property
     def pass_bytes(self) -> int:
         """Bytes of the checkpoint that one chunk reads."""
-        return sum(self.layer_bytes(number) for number in range(self.depth))
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the checkpoint that are read once: embedding, final norm and head."""
-        parts = (self.embedding, self.norm, self.head)
-        return sum(raw_bytes(self._recipes[part]) for part in parts if part is not None)
+        return sum(raw_bytes(self._recipes[layer]) for layer in self.layers)
 
     def place(self, device: torch.device) -> None:
         """Puts the rotary tables, which no checkpoint holds, on this device; experts that `fused` does not know then

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -212,7 +212,7 @@ class LayerWalk:
         for micro, inputs in zip(micros, arguments, strict=True):
             with packed(micro):
                 output = layer(stream.get(micro.begin, micro.end).unsqueeze(0), **inputs[number])
-            states = (output[0] if isinstance(output, tuple) else output)[0]
+            states = layer_states(output)
             self._pass_on(sink, number, micro, states)
             stream.put(micro.begin, states)
             del output, states
@@ -262,6 +262,12 @@ class LayerWalk:
             recipe.decode([raws[raw] for raw in recipe.raws], tensor)
         module.load_state_dict(kept, assign=True, strict=not skip)
         return kept
+
+
+def layer_states(output: Any) -> torch.Tensor:
+    """States [T, H] of what a decoder layer returned for one row: [1, T, H], or a tuple that begins with it."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states[0]
 
 
 def _unpacked(
