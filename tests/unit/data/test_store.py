@@ -3,8 +3,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from eagle3.data import store_writer
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.errors import ProblemsError, problem_error
+from tests.children import in_a_child, killed
 
 from .cases import HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
 
@@ -288,25 +287,6 @@ def test_fault_08_a_disk_that_is_really_full(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
-def killed(action: Callable[[], object], function: str, call: int) -> bool:
-    """Runs `action` in a process that is killed as it enters the `call`-th `os.<function>`; was it?"""
-    child = os.fork()
-    if child == 0:
-        real, calls = getattr(os, function), count(1)
-
-        def deadly(*args: object, **kwargs: object) -> object:
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        setattr(os, function, deadly)
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL
-
-
 # Files are written in this order: head, manifest, then four times a shard and the manifest that lists it. Each is
 # synced, renamed, and its folder synced.
 @pytest.mark.parametrize(("function", "calls"), [("replace", 10), ("fsync", 20)])
@@ -330,13 +310,12 @@ def test_fault_08_a_kill_at_any_write_leaves_a_store_that_can_be_finished(
 
 def test_fault_08_a_kill_in_the_middle_of_a_shards_bytes(tmp_path: Path) -> None:
     folder = make_store(tmp_path / "store", samples=4)
-    child = os.fork()
-    if child == 0:
-        try:
-            with writer(folder) as store:
-                store.write_shard([sample(f"big{number}", tokens=1000) for number in range(2_000)])
-        finally:
-            os._exit(0)
+
+    def write_much() -> None:
+        with writer(folder) as store:
+            store.write_shard([sample(f"big{number}", tokens=1000) for number in range(2_000)])
+
+    child = in_a_child(write_much)
     temporary = folder / "shard-00002.safetensors.tmp"
     while not temporary.exists() or temporary.stat().st_size < 100_000:
         assert os.waitpid(child, os.WNOHANG) == (0, 0), "the writer ended before it could be killed"

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from eagle3.data import store_joint
 from eagle3.data.store import StoreReader, verify
 from eagle3.data.store_format import load_manifest
 from eagle3.errors import ProblemsError, problem_error
+from tests.children import in_a_child, killed
 
 from .cases import contract, kinds, make_store, target_head, writer
 from .joint_cases import SETTINGS, content, joint, shard_samples, write, write_share
-from .test_store import killed
 
 
 def test_one_process_writes_what_a_single_writer_writes(tmp_path: Path) -> None:
@@ -38,18 +37,6 @@ def test_the_order_in_which_processes_come_changes_no_byte(tmp_path: Path, order
     for index in order:
         write_share(tmp_path / "shared", index, 3, 7)
     assert content(tmp_path / "shared") == content(tmp_path / "alone")
-
-
-def in_a_child(action: Callable[[], object]) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
 
 def test_processes_that_list_shards_at_the_same_time_lose_none(tmp_path: Path) -> None:

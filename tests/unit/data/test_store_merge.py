@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from eagle3.data.store_format import load_manifest
 from eagle3.data.store_merge import merge
 from eagle3.data.store_split import _runs, split_fraction, split_parts
 from eagle3.errors import ProblemsError
+from tests.children import killed
 
 from .cases import contract, kinds, sample, target_head, writer
 from .test_store_verify import flip, shard
@@ -300,7 +299,7 @@ def test_a_kill_at_any_step_is_gone_on_from(
     whole = content(tmp_path / "whole")
     for call in range(1, 60):
         out = tmp_path / f"out{call}"
-        if not _killed(lambda: action(out), function, call):  # noqa: B023
+        if not killed(lambda: action(out), function, call):  # noqa: B023
             assert call > 1
             return
         for manifest in out.rglob("manifest.json"):
@@ -317,27 +316,6 @@ def _whole_or_refused(folder: Path, whole: Path) -> None:
         assert set(kinds(error)) <= {"store.empty", "store.shard_unlisted"}
     else:
         assert reader.samples == StoreReader(whole).samples
-
-
-def _killed(action: Callable[[], object], function: str, call: int) -> bool:
-    """Whether `action` was killed, at the `call`-th call of a function of `os`."""
-    child = os.fork()
-    if child == 0:
-        real, calls = getattr(os, function), 0
-
-        def deadly(*args: object, **kwargs: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        setattr(os, function, deadly)
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def test_a_shard_that_is_there_is_not_made_again(tmp_path: Path, first: Path, second: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from eagle3.data.store import StoreReader, verify
 from eagle3.data.store_repair import repair
 from eagle3.errors import ProblemsError
 from eagle3.files import digest_json
+from tests.children import killed
 
 from .cases import kinds, make_store, write_missing, writer
 from .test_store_verify import flip, shard
@@ -178,7 +177,7 @@ def test_a_kill_at_any_step_never_leaves_a_bad_shard_that_counts(tmp_path: Path,
         damage(folder, 0)
         damage(folder, 2)
         bad = {path: path.read_bytes() for path in (shard(folder, 0), shard(folder, 2))}
-        if not _killed(folder, function, call):
+        if not killed(lambda: repair(folder, yes=True, workers=1), function, call):  # noqa: B023
             assert call > 2
             return
         listed = {item["file"] for item in json.loads((folder / "manifest.json").read_text())["shards"]}
@@ -189,24 +188,3 @@ def test_a_kill_at_any_step_never_leaves_a_bad_shard_that_counts(tmp_path: Path,
             write_missing(store, 8)
         assert content(folder) == whole
     raise AssertionError("it never came to its end")
-
-
-def _killed(folder: Path, function: str, call: int) -> bool:
-    """Whether a repair was killed, at the `call`-th call of a function of `os`."""
-    child = os.fork()
-    if child == 0:
-        real, calls = getattr(os, function), 0
-
-        def deadly(*args: object, **kwargs: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        setattr(os, function, deadly)
-        try:
-            repair(folder, yes=True, workers=1)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -22,6 +22,7 @@ from eagle3.errors import ProblemsError, problem_error
 from eagle3.files import read_json_object, write_json_atomic
 from eagle3.target import engine_choice, extract, stream_extract, stream_plan
 from eagle3.target.stream_plan import StreamPlan
+from tests.children import in_a_child
 from tests.unit.target.stream_cases import CHUNKS, Fake, as_process, content, stream_config
 
 TinyTarget = Callable[[str], Path]
@@ -111,19 +112,6 @@ def test_a_stop_in_a_walk_loses_that_chunk_and_no_other(
     assert len(fake.walks) == CHUNKS - (walk - 1)
     assert report.samples == 20
     assert content(cfg.output) == whole
-
-
-def in_a_child(action: Callable[[], object]) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        torch.set_num_threads(1)  # a fork has none of its parent's threads
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
 
 @pytest.mark.parametrize("count", [1, 3])
