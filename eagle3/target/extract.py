@@ -6,7 +6,7 @@ Everything that can be refused is refused before the first byte is written (`pla
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle3.config import ExtractConfig
@@ -14,9 +14,7 @@ from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import raise_problems
-from eagle3.progress import progress
-from eagle3.provenance import provenance
-from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, shards_by_size, stored_sample
+from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan, process_problems
 from eagle3.target.reuse import changes, copy_states, reusable
@@ -24,6 +22,7 @@ from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
 from eagle3.target.stream_extract import extract_streamed
 from eagle3.target.stream_plan import begun_manifest, begun_settings, settle_sizes
+from eagle3.target.write import open_store, write_missing
 
 
 @dataclass(frozen=True)
@@ -107,45 +106,25 @@ def _extract(plan: ExtractPlan) -> int:
     )
     ids = [sample.id for sample in plan.samples]
     self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.store_dtype)
-    with StoreWriter(
-        plan.folder,
-        plan.contract,
-        plan.settings,
-        plan.files.text_config,
-        {name: tensor.cpu() for name, tensor in tensors.items()},
-        provenance={**provenance(), "config": cfg.model_dump(mode="json")},
-        other_states=engine.neighbours,
-    ) as writer:
-        for problem in writer.redone:
-            print(f"redone: {problem}", file=sys.stderr)
+    head_tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    with open_store(plan, head_tensors, engine.neighbours) as writer:
         return extract_missing(plan, engine, writer)
 
 
 def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWriter) -> int:
-    """Captures and writes, a shard at a time, the samples that the store lacks; returns how many.
+    """As `write_missing`; which samples share a forward pass, too, depends on the set and the limits alone."""
 
-    Which samples share a shard and a forward pass depends on the whole set and the limits alone: a killed run leaves
-    whole shards, and the resumed store equals an uninterrupted one bit for bit.
-    """
-    cfg = plan.cfg
-    shards = shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples)
-    work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
-    lengths = [len(sample.input_ids) for sample in plan.samples]
-    with progress("extract", sum(lengths[index] for shard in work for index in shard), "tokens") as advance:
-        for missing in filter(None, work):
-            stored: dict[int, StoredSample] = {}
-            for batch in batches_by_length([lengths[index] for index in missing], cfg.batch_tokens):
-                stored.update(_capture(plan, engine, [missing[place] for place in batch]))
-                advance(sum(lengths[missing[place]] for place in batch))
-            writer.write_shard([stored[index] for index in missing])
-    return sum(map(len, work))
+    def captured(missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
+        lengths = [len(plan.samples[index].input_ids) for index in missing]
+        for batch in batches_by_length(lengths, plan.cfg.batch_tokens):
+            yield from _capture(plan, engine, [missing[place] for place in batch])
+
+    return write_missing(plan, writer, captured)
 
 
-def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> dict[int, StoredSample]:
+def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
     samples = [plan.samples[index] for index in chosen]
     ids, tokens = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     captures = capture_samples(engine, ids, tokens, plan.aux_width)
-    return {
-        index: stored_sample(sample, capture, plan.store_dtype)
-        for index, sample, capture in zip(chosen, samples, captures, strict=True)
-    }
+    for index, sample, capture in zip(chosen, samples, captures, strict=True):
+        yield index, stored_sample(sample, capture, plan.store_dtype)

@@ -5,17 +5,13 @@ Legend: A aux layers, H target hidden.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from safetensors.torch import load_file
 
-from eagle3.data.store import StoredSample, StoreReader, StoreWriter
+from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_format import TARGET_HEAD_FILE
-from eagle3.progress import progress
-from eagle3.provenance import provenance
-from eagle3.target.capture import shards_by_size
 from eagle3.target.plan import ExtractPlan
+from eagle3.target.write import open_store, write_missing
 
 _SAME = ("target_config_digest", "num_hidden_layers", "hidden_size", "last_hidden_states")
 
@@ -47,24 +43,13 @@ def copy_states(plan: ExtractPlan, reader: StoreReader) -> int:
     """Writes the samples that the new store lacks, from the old one's states; returns how many."""
     old = reader.contract
     slots = [old.output_indices.index(index) for index in plan.contract.output_indices]
-    with StoreWriter(
-        plan.folder,
-        plan.contract,
-        plan.settings,
-        reader.target_config,
-        load_file(reader.folder / TARGET_HEAD_FILE),
-        provenance={**provenance(), "config": plan.cfg.model_dump(mode="json")},
-    ) as writer:
-        for problem in writer.redone:
-            print(f"redone: {problem}", file=sys.stderr)
-        shards = shards_by_size(plan.sizes, plan.cfg.shard_max_bytes, plan.cfg.shard_max_samples)
-        work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
-        tokens = sum(len(plan.samples[index].input_ids) for shard in work for index in shard)
-        with progress("copy", tokens, "tokens") as advance:
-            for missing in filter(None, work):
-                writer.write_shard([_copied(reader, index, slots, plan.store_dtype) for index in missing])
-                advance(sum(len(plan.samples[index].input_ids) for index in missing))
-    return sum(map(len, work))
+    with open_store(plan, load_file(reader.folder / TARGET_HEAD_FILE)) as writer:
+        return write_missing(
+            plan,
+            writer,
+            lambda missing: ((index, _copied(reader, index, slots, plan.store_dtype)) for index in missing),
+            "copy",
+        )
 
 
 def _copied(reader: StoreReader, index: int, slots: list[int], dtype: torch.dtype) -> StoredSample:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from eagle3.data.store import StoreWriter
+from eagle3.data.store import StoredSample
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import problem_error
-from eagle3.progress import progress
-from eagle3.provenance import provenance
-from eagle3.target.capture import shards_by_size, stored_sample
+from eagle3.target.capture import stored_sample
 from eagle3.target.engine_choice import choose_engine
 from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import SglangClient
@@ -26,6 +25,7 @@ from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.head_tensors import INDEX_FILE, read_head_tensors
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.served_check import check_served
+from eagle3.target.write import open_store, write_missing
 
 
 def extract_served(plan: ExtractPlan) -> int:
@@ -54,18 +54,9 @@ def extract_served(plan: ExtractPlan) -> int:
             raise problem_error(engine.client.url, "server.layers_unknown", message, served.start)
         samples = {sample.id: sample.input_ids for sample in plan.samples}
         check_served(engine, contract, cfg.target.dtype, head, samples, served.start, local)
-        with StoreWriter(
-            plan.folder,
-            contract,
-            plan.settings,
-            files.text_config,
-            tensors,
-            provenance={**provenance(), "config": cfg.model_dump(mode="json"), "server": served.recorded},
-            other_states=None if local is None else local.neighbours,
-        ) as writer:
-            for problem in writer.redone:
-                print(f"redone: {problem}", file=sys.stderr)
-            return _extract_missing(plan, engine, writer)
+        other_states = None if local is None else local.neighbours
+        with open_store(plan, tensors, other_states, {"server": served.recorded}) as writer:
+            return write_missing(plan, writer, lambda missing: _asked(plan, engine, missing))
 
 
 def _connect(plan: ExtractPlan, stack: ExitStack) -> tuple[SglangEngine, Served]:
@@ -121,18 +112,8 @@ def _is_whole(folder: Path) -> bool:
     return all((folder / name).exists() for name in names)
 
 
-def _extract_missing(plan: ExtractPlan, engine: SglangEngine, writer: StoreWriter) -> int:
-    """A shard at a time, all of its samples asked for at once: the server and `server.concurrency` say how many run."""
-    cfg, samples = plan.cfg, plan.samples
-    shards = shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples)
-    work = [[index for index in shard if samples[index].id not in writer.completed] for shard in shards]
-    tokens = sum(len(samples[index].input_ids) for shard in work for index in shard)
-    with progress("extract", tokens, "tokens") as advance:
-        for missing in filter(None, work):
-            stored = []
-            captures = engine.stream([samples[index].input_ids for index in missing])
-            for index, capture in zip(missing, captures, strict=True):
-                stored.append(stored_sample(samples[index], capture, plan.store_dtype))
-                advance(len(samples[index].input_ids))
-            writer.write_shard(stored)
-    return sum(map(len, work))
+def _asked(plan: ExtractPlan, engine: SglangEngine, missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
+    """A shard's samples, all asked for at once: the server and `server.concurrency` say how many run."""
+    captures = engine.stream([plan.samples[index].input_ids for index in missing])
+    for index, capture in zip(missing, captures, strict=True):
+        yield index, stored_sample(plan.samples[index], capture, plan.store_dtype)

@@ -1,0 +1,67 @@
+"""What every engine that gives whole samples does with them: the store is opened, and what it lacks is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_fingerprint import OtherStates
+from eagle3.progress import progress
+from eagle3.provenance import provenance
+from eagle3.target.capture import shards_by_size
+from eagle3.target.plan import ExtractPlan
+
+Make = Callable[[Sequence[int]], Iterable[tuple[int, StoredSample]]]
+"""Samples (by their numbers in the plan) -> each with its number, in any order."""
+
+
+@contextmanager
+def open_store(
+    plan: ExtractPlan,
+    target_head: Mapping[str, torch.Tensor],
+    other_states: OtherStates | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> Iterator[StoreWriter]:
+    """The plan's store, begun or resumed; says which damaged shards will be redone.
+
+    Args:
+        plan: of the extraction.
+        target_head, other_states: see `StoreWriter`.
+        told: further provenance.
+    """
+    with StoreWriter(
+        plan.folder,
+        plan.contract,
+        plan.settings,
+        plan.files.text_config,
+        target_head,
+        provenance={**provenance(), "config": plan.cfg.model_dump(mode="json"), **(told or {})},
+        other_states=other_states,
+    ) as writer:
+        for problem in writer.redone:
+            print(f"redone: {problem}", file=sys.stderr)
+        yield writer
+
+
+def write_missing(plan: ExtractPlan, writer: StoreWriter, make: Make, label: str = "extract") -> int:
+    """Makes and writes, a shard at a time, the samples that the store lacks; returns how many.
+
+    Which samples share a shard depends on the whole set and the limits alone: a killed run leaves whole shards, and the
+    resumed store equals an uninterrupted one bit for bit, if `make` gives equal samples for equal numbers.
+    """
+    shards = shards_by_size(plan.sizes, plan.cfg.shard_max_bytes, plan.cfg.shard_max_samples)
+    work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
+    tokens = sum(len(plan.samples[index].input_ids) for shard in work for index in shard)
+    with progress(label, tokens, "tokens") as advance:
+        for missing in filter(None, work):
+            stored: dict[int, StoredSample] = {}
+            for index, sample in make(missing):
+                stored[index] = sample
+                advance(len(plan.samples[index].input_ids))
+            writer.write_shard([stored[index] for index in missing])
+    return sum(map(len, work))
