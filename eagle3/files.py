@@ -165,6 +165,24 @@ def _claim(temporary: Path) -> int:
     return descriptor
 
 
+def existing_folder(path: Path) -> Path:
+    """The path itself, or the nearest one above it that exists: whose disk it will be on."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def read_into(descriptor: int, target: memoryview, offset: int) -> int:
+    """Fills `target` from byte `offset` of an open file; returns the bytes read, fewer if the file ends before."""
+    done = 0
+    while done < len(target) and (count := os.preadv(descriptor, [target[done:]], offset + done)):
+        done += count
+    return done
+
+
+def size_text(count: int) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turns errors of the file system into a problem of kind `file.unreadable`, but for a file that is not there."""

@@ -5,7 +5,6 @@ Legend: T tokens of a sample, A aux layers, H target hidden.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -16,6 +15,7 @@ import torch
 
 from eagle3.data.store import StoreReader
 from eagle3.errors import problem_error
+from eagle3.files import read_into
 from eagle3.wiring.safetensors_header import read_header
 
 _THREADS = 8
@@ -84,13 +84,7 @@ class _Shard:
 
     def read(self, name: str, begin: int, target: memoryview) -> bool:
         """Fills `target` from byte `begin` of a tensor; false if the file ends before."""
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._handle.fileno(), [target[done:]], self._begins[name] + begin + done)
-            if not count:
-                return False
-            done += count
-        return True
+        return read_into(self._handle.fileno(), target, self._begins[name] + begin) == len(target)
 
 
 def wait_for(jobs: Sequence[Future[None]]) -> None:

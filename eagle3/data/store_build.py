@@ -35,7 +35,7 @@ from eagle3.data.store_sample import header_metadata, shard_content
 from eagle3.data.store_verify import check_file
 from eagle3.data.tensor_file import file_header, write_tensor_file
 from eagle3.errors import problem_error, raise_problems
-from eagle3.files import only_writer, readable, sha256_file, write_atomic, write_json_atomic
+from eagle3.files import existing_folder, only_writer, readable, sha256_file, write_atomic, write_json_atomic
 from eagle3.progress import progress
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
@@ -188,8 +188,7 @@ def check_room(out: Path, pieces: Sequence[Sequence[Piece]], link: bool) -> None
     for store in pieces:
         needed += store[0].source.manifest.target_head.bytes
         needed += sum(piece.bytes for piece in store if not (link and piece.whole))
-    above = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(above).free
+    free = shutil.disk_usage(existing_folder(out)).free
     if needed > free:
         message = f"needs {needed:,} bytes more, {free:,} are free"
         fix = "free space or choose another folder; --link copies no shard within one file system"

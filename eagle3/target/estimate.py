@@ -15,8 +15,9 @@ from eagle3.config import ExtractConfig
 from eagle3.config.schema import Dtype
 from eagle3.data.store_check import check_shard
 from eagle3.errors import Problem, ProblemsError
+from eagle3.files import size_text
 from eagle3.target.engines.sglang_server import newest_start_command
-from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, process_problems, size_text
+from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, process_problems
 from eagle3.target.resolve import pick_device
 from eagle3.target.stream_plan import (
     StreamPlan,

@@ -22,6 +22,7 @@ from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special
 from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
 from eagle3.errors import Problem, raise_problems
+from eagle3.files import existing_folder, size_text
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
 from eagle3.target.identity import target_identity
@@ -168,7 +169,7 @@ def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
     folder = plan.folder
     needed = sum(plan.sizes) + plan.head_bytes
     missing = max(needed - _bytes_in(folder), 0)
-    disk = shutil.disk_usage(_existing(folder))
+    disk = shutil.disk_usage(existing_folder(folder))
     spare = disk.free - int(plan.cfg.free_disk_fraction * disk.total)
     estimate = (
         f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens, {size_text(needed)}, of which "
@@ -217,19 +218,9 @@ def check_resume(plan: ExtractPlan) -> bool:
     return stored == {sample.id for sample in plan.samples} and not check_store(plan.folder, manifest)
 
 
-def _existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
 def _bytes_in(folder: Path) -> int:
     total = 0
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # another process gave it its final name
             total += path.stat().st_size if path.is_file() else 0
     return total
-
-
-def size_text(count: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"

@@ -18,6 +18,7 @@ from torch import nn
 
 from eagle3.config import StreamSection
 from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.files import existing_folder, size_text
 from eagle3.target.streaming.checkpoint import Recipe, decoded_bytes
 from eagle3.target.streaming.fused import find_experts
 from eagle3.target.streaming.reader import BLOCK_BYTES, BLOCKS_PER_THREAD, raw_offsets
@@ -60,8 +61,8 @@ class MemoryPlan:
         return [
             f"chunks of {sizes.chunk_tokens:,} tokens, at most {sizes.micro_tokens:,} in a call of a layer; residual "
             f"stream: {sizes.residual}; experts: {group}",
-            f"planned peak: {_size(self.device_bytes)} on the device (limit {_size(self.device_limit)}), "
-            f"{_size(self.host_bytes)} of host memory, {_size(self.scratch_bytes)} of scratch file",
+            f"planned peak: {size_text(self.device_bytes)} on the device (limit {size_text(self.device_limit)}), "
+            f"{size_text(self.host_bytes)} of host memory, {size_text(self.scratch_bytes)} of scratch file",
         ]
 
 
@@ -197,8 +198,8 @@ def _device_problems(plan: MemoryPlan) -> Iterator[Problem]:
     if plan.device_bytes <= plan.device_limit:
         return
     message = (
-        f"needs {_size(plan.device_bytes)} for {plan.sizes.micro_tokens:,} tokens in a call of a layer, "
-        f"{_size(plan.device_limit)} may be used (stream.device_memory_gib, and what is free)"
+        f"needs {size_text(plan.device_bytes)} for {plan.sizes.micro_tokens:,} tokens in a call of a layer, "
+        f"{size_text(plan.device_limit)} may be used (stream.device_memory_gib, and what is free)"
     )
     fix = "set a smaller stream.micro_tokens, stream.chunk_tokens, stream.expert_group or data.max_length"
     yield Problem("device memory", "stream.memory", message, fix)
@@ -207,19 +208,15 @@ def _device_problems(plan: MemoryPlan) -> Iterator[Problem]:
 def _host_problems(plan: MemoryPlan, scratch: Path) -> Iterator[Problem]:
     free = psutil.virtual_memory().available
     if plan.host_bytes > _SHARE_OF_HOST * free:
-        message = f"needs {_size(plan.host_bytes)}, of {_size(free)} free {_SHARE_OF_HOST:.0%} may be used"
+        message = f"needs {size_text(plan.host_bytes)}, of {size_text(free)} free {_SHARE_OF_HOST:.0%} may be used"
         fix = "set stream.residual=file, a smaller stream.chunk_tokens or fewer stream.read_threads"
         yield Problem("host memory", "stream.memory", message, fix)
     if plan.scratch_bytes:
-        there = next(path for path in (scratch.absolute(), *scratch.absolute().parents) if path.exists())
+        there = existing_folder(scratch)
         left = shutil.disk_usage(there).free
         if not there.is_dir() or not os.access(there, os.W_OK):
             message = f"the scratch file cannot be made: {there} is no folder that this process may write to"
             yield Problem(str(scratch), "stream.disk", message, "set stream.scratch")
         elif plan.scratch_bytes > left:
-            message = f"the scratch file needs {_size(plan.scratch_bytes)}, {_size(left)} are free"
+            message = f"the scratch file needs {size_text(plan.scratch_bytes)}, {size_text(left)} are free"
             yield Problem(str(scratch), "stream.disk", message, "set stream.scratch, or a smaller stream.chunk_tokens")
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB" if 10 * count >= _GIB else f"{count / 2**20:.1f} MiB"

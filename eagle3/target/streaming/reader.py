@@ -6,7 +6,6 @@ its own; on the CPU the threads read straight into the buffer.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from eagle3.errors import Problem, problem_error
-from eagle3.files import readable
+from eagle3.files import read_into, readable
 from eagle3.target.streaming.checkpoint import Raw, Recipe
 
 BLOCK_BYTES = 64 << 20
@@ -171,14 +170,11 @@ class _File:
             raise problem_error(str(path), "file.missing", "is gone, it was there when the run began", fix) from None
 
     def read(self, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):
-            with readable(self.path):
-                count = os.preadv(self._handle.fileno(), [target[done:]], offset + done)
-            if not count:
-                message = f"ends at byte {offset + done}, expected {len(target) - done} more"
-                raise problem_error(str(self.path), "target.truncated", message, "download this file again")
-            done += count
+        with readable(self.path):
+            done = read_into(self._handle.fileno(), target, offset)
+        if done < len(target):
+            message = f"ends at byte {offset + done}, expected {len(target) - done} more"
+            raise problem_error(str(self.path), "target.truncated", message, "download this file again")
 
 
 def _blocks(offsets: dict[Raw, int]) -> list[_Block]:

@@ -77,8 +77,8 @@ def test_what_cannot_fit_is_refused_with_what_it_needs(skeleton: Skeleton, tmp_p
         plan(skeleton, tmp_path, device_memory_gib=0.0005)
 
     [problem] = error.value.problems
-    assert problem.kind == "stream.memory" and ", 0.5 MiB may be used" in problem.message
-    assert re.match(r"needs [1-9]\d*\.\d MiB for", problem.message) and "micro_tokens" in problem.fix
+    assert problem.kind == "stream.memory" and ", 0.51 MiB may be used" in problem.message
+    assert re.match(r"needs [1-9]\d*\.\d\d MiB for", problem.message) and "micro_tokens" in problem.fix
 
 
 def test_a_scratch_file_that_the_disk_cannot_hold_is_refused(
