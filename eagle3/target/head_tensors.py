@@ -5,6 +5,7 @@ The folder needs only the weight files that hold these three. Shapes: V target v
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from eagle3.config import TargetConfig
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import read_json_object
 from eagle3.target.resolve import TargetFiles, find_target
+from eagle3.target.streaming.checkpoint import INDEX_FILE
 from eagle3.wiring.safetensors_header import TensorInfo, read_header
 
-INDEX_FILE = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 _PLAIN = {"F32", "BF16", "F16"}
 _FIX = "download the files that hold it (the checkpoint's index names them), or correct its config.json"
 
@@ -33,7 +35,7 @@ def find_target_with_head(target: TargetConfig, download: bool = True) -> Target
         return find_target(target, weights=["model.safetensors"], download=download)
     places = read_json_object(index, "the index of the target's weights").get("weight_map")
     places = places if isinstance(places, dict) else {}
-    holding = {places.get(name) for name, _ in _wanted(files, torch.float32).values()}
+    holding = {places.get(name) for name, _ in _wanted(files, torch.float32, places).values()}
     return find_target(target, weights=sorted(file for file in holding if isinstance(file, str)), download=download)
 
 
@@ -52,23 +54,36 @@ def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tor
         for path in sorted(files.folder.glob("*.safetensors"))
         for name, info in read_header(path).tensors.items()
     }
-    wanted = _wanted(files, dtype)
+    wanted = _wanted(files, dtype, places)
     problems = (_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
     raise_problems(problem for problem in problems if problem is not None)
-    return {key: _read(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
+    tensors = {key: _read(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
+    if (
+        files.text_config.get("tie_word_embeddings")
+        and HEAD in tensors
+        and torch.equal(tensors[HEAD], tensors["embed_tokens.weight"])
+    ):
+        del tensors[HEAD]
+    return tensors
 
 
-def _wanted(files: TargetFiles, dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each tensor's name in the checkpoint and its shape."""
+def _wanted(files: TargetFiles, dtype: torch.dtype, there: Container[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each tensor's name in the checkpoint and its shape; of a tied target the head only if it is `there` all the same,
+    since Transformers then uses that."""
     model = files.spec.empty(files.folder, dtype)
     names = {module: name for name, module in model.named_modules()}
-    modules = {"embed_tokens.weight": model.get_input_embeddings(), "norm.weight": files.spec.final_norm(model)}
-    if not model.config.tie_word_embeddings:
-        modules["lm_head.weight"] = model.get_output_embeddings()
-    return {
+    modules = {
+        "embed_tokens.weight": model.get_input_embeddings(),
+        "norm.weight": files.spec.final_norm(model),
+        HEAD: model.get_output_embeddings(),
+    }
+    wanted = {
         key: (f"{files.spec.weight_prefix}{names[module]}.weight", tuple(module.state_dict()["weight"].shape))
         for key, module in modules.items()
     }
+    if model.config.tie_word_embeddings and wanted[HEAD][0] not in there:
+        del wanted[HEAD]
+    return wanted
 
 
 def _problem(folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path, TensorInfo] | None) -> Problem | None:

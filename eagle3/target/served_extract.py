@@ -22,9 +22,10 @@ from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import SglangClient
 from eagle3.target.engines.sglang_server import Served, check_last_states_server, check_server
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.head_tensors import INDEX_FILE, read_head_tensors
+from eagle3.target.head_tensors import read_head_tensors
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.served_check import check_served
+from eagle3.target.streaming.checkpoint import INDEX_FILE
 from eagle3.target.write import open_store, write_missing
 
 

@@ -63,14 +63,21 @@ def test_everything_that_is_missing_or_of_another_shape_or_type_is_named(tmp_pat
     }
 
 
-def test_a_tied_head_is_not_read(tmp_path: Path) -> None:
-    folder = make_tiny_llama(tmp_path / "target", num_hidden_layers=2)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+@pytest.mark.parametrize("own", ["another", "a copy", "none"])
+def test_of_a_tied_target_it_is_what_transformers_uses(tmp_path: Path, own: str) -> None:
+    folder = make_tiny_qwen3(tmp_path / "target", num_hidden_layers=2)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    if own != "none":
+        weights["lm_head.weight"] = embedding.clone() if own == "a copy" else torch.randn(embedding.shape)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    cfg = target_config(folder)
 
-    found = read_head_tensors(find_target(target_config(folder)), target_config(folder))
+    found = read_head_tensors(find_target(cfg), cfg)
 
-    assert found.keys() == {"embed_tokens.weight", "norm.weight"}
+    used = load_model(find_target(cfg), cfg).get_output_embeddings().weight
+    assert torch.equal(found.get("lm_head.weight", found["embed_tokens.weight"]), used)
+    assert ("lm_head.weight" in found) == (own == "another")
 
 
 def test_of_a_target_on_the_hub_only_the_files_that_hold_it_are_downloaded(
