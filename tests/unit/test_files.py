@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.errors import ProblemsError
-from eagle3.files import atomic_folder, explained_os_errors, only_writer
+from eagle3.files import atomic_folder, explained_os_errors, only_writer, read_into
 
 
 def test_two_writers_of_one_folder_do_not_mix(tmp_path: Path) -> None:
@@ -54,3 +54,16 @@ def test_a_link_to_itself_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ProblemsError, match=r"disk\."), atomic_folder(tmp_path / "loop"):
         pass
+
+
+def test_a_stretch_is_read_whole_though_the_system_gives_it_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "file", os.preadv
+    path.write_bytes(bytes(range(100)))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, targets, at: real(descriptor, [targets[0][:7]], at))
+    whole, cut = bytearray(50), bytearray(50)
+    with open(path, "rb") as handle:
+        assert read_into(handle.fileno(), memoryview(whole), 20) == 50
+        assert read_into(handle.fileno(), memoryview(cut), 70) == 30
+    assert whole == bytes(range(20, 70)) and cut[:30] == bytes(range(70, 100))
