@@ -1,5 +1,6 @@
 """Whole or absent: folders and locks."""
 
+import os
 from pathlib import Path
 
 import pytest
