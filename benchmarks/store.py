@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from eagle3.data.loader import BatchPlan, load_windows
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter
-from eagle3.data.store_format import MANIFEST_FILE, ShardInfo, load_manifest, shard_name
+from eagle3.data.store_format import ShardInfo, load_manifest, save_manifest, shard_name
 from eagle3.data.store_sample import shard_content
 from eagle3.data.tensor_file import write_tensor_file
-from eagle3.files import write_json_atomic
 from eagle3.wiring.contract import WiringContract
 
 SHAPES = {"kimi": (7168, 163840, 2048, 36), "small": (64, 512, 64, 12)}
@@ -154,9 +153,9 @@ def opening(folder: Path, shards: int) -> None:
     entries = list(manifest.shards)
     for number in range(1, shards):
         one, path = sample(number, 4, hidden, vocab), folder / shard_name(number)
-        digest = write_tensor_file(path, *shard_content([one], manifest.contract))
+        digest = write_tensor_file(path, *shard_content([one], manifest.layout))
         entries.append(ShardInfo(path.name, path.stat().st_size, digest, (one.info,)))
-    write_json_atomic(folder / MANIFEST_FILE, replace(manifest, shards=tuple(entries)).to_dict())
+    save_manifest(folder, replace(manifest, shards=tuple(entries)))
     begin = time.perf_counter()
     assert len(StoreReader(folder)) == shards
     print(json.dumps({"what": "open", "shards": shards, "seconds": round(time.perf_counter() - begin, 3)}), flush=True)

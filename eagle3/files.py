@@ -224,20 +224,36 @@ def _finite(text: str) -> float:
     return value
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Reads a JSON file; see `parse_json`.
+def read_file(path: Path, what: str) -> bytes:
+    """Reads a small file.
 
     Raises:
-        ProblemsError: kind `file.missing`, `file.unreadable` or `file.not_json`, naming `what` the file should have
-            been.
+        ProblemsError: kind `file.missing` or `file.unreadable`, naming `what` the file should have been.
     """
     try:
         with readable(path):
             if not S_ISREG(path.stat().st_mode):
                 raise problem_error(str(path), "file.missing", f"is no file, expected {what}", "check the path")
-            raw = path.read_bytes()
+            return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise problem_error(str(path), "file.missing", f"no such file ({what})", "check the path") from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Reads a JSON file; see `parse_json`.
+
+    Raises:
+        ProblemsError: as `read_file`; kind `file.not_json`.
+    """
+    return parse_json_file(read_file(path, what), path, what)
+
+
+def parse_json_file(raw: bytes, path: Path, what: str) -> Any:
+    """The value of a JSON file's bytes; see `parse_json`.
+
+    Raises:
+        ProblemsError: kind `file.not_json`, naming `what` the file should have been.
+    """
     try:
         return parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -251,7 +267,15 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     Raises:
         ProblemsError: also kind `file.not_an_object`.
     """
-    value = read_json(path, what)
+    return as_object(read_json(path, what), path, what)
+
+
+def as_object(value: Any, path: Path, what: str) -> dict[str, Any]:
+    """A JSON file's value, which must be an object.
+
+    Raises:
+        ProblemsError: kind `file.not_an_object`.
+    """
     if not isinstance(value, dict):
         message = f"holds a {type(value).__name__}, expected an object ({what})"
         raise problem_error(str(path), "file.not_an_object", message, "restore the file from its source")

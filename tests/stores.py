@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle3.config import TrainConfig, build_config
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.sealed import SEAL, write_sealed
 from eagle3.wiring.contract import WiringContract
 
 HIDDEN = 16
@@ -94,6 +96,11 @@ def write_random_store(
         for begin in range(0, len(samples), 4):
             writer.write_shard(samples[begin : begin + 4])
     return folder
+
+
+def rewrite_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Writes a manifest as a writer would, seal and all, whatever it says."""
+    write_sealed(path, {key: value for key, value in manifest.items() if key != SEAL})
 
 
 def with_mask(sample: StoredSample, mask: torch.Tensor) -> StoredSample:

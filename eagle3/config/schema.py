@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+StoreDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 LayerIndex = Annotated[int, Field(strict=True)]
@@ -141,8 +142,10 @@ class ExtractConfig(Section):
     server (`sglang`), or `auto`, which streams a target that does not fit."""
     stream: StreamSection = Field(default_factory=StreamSection)
     server: ServerSection = Field(default_factory=ServerSection)
-    store_dtype: Dtype = "bfloat16"
-    """Type of the stored states."""
+    store_dtype: StoreDtype = "bfloat16"
+    """Type of the stored states; `float8_e4m3fn` has a scale for each row and slot, see docs/stores.md."""
+    last_hidden_rows: Literal["supervised", "all"] = "supervised"
+    """Store last hidden states for the supervised tokens, which is all that training reads, or for every token."""
     last_hidden_states: Literal["post_norm", "pre_norm"] = "post_norm"
     """Store what the target's head reads after or before the final norm."""
     batch_tokens: PositiveInt = 8192

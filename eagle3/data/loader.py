@@ -1,13 +1,13 @@
 """Which samples an optimiser step sees, and the batches that hold them.
 
-Shapes: B rows, T tokens, A aux layers, H target hidden.
+Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 
@@ -84,11 +84,20 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What a batch needs of a sample beside its states."""
+    """What a batch needs of a sample beside its states, cut."""
 
     id: str
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a sample is in a batch: its row and columns there, and its rows of the last hidden states."""
+
+    row: int
+    columns: slice
+    last: slice
 
 
 def collate(rows: Sequence[Sequence[StoredSample]], max_length: int) -> DraftBatch:
@@ -98,66 +107,70 @@ def collate(rows: Sequence[Sequence[StoredSample]], max_length: int) -> DraftBat
     """
     assert rows and all(rows), "use empty_batch for a rank without rows"
     first = rows[0][0]
-    tokens = [[_Tokens(sample.id, sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
+    tokens = [
+        [_Tokens(sample.id, sample.input_ids[:max_length], sample.loss_mask[:max_length]) for sample in row]
+        for row in rows
+    ]
     widths = (first.aux_hidden_states.shape[1], first.last_hidden_states.shape[1])
-    batch, places = _frame(tokens, max_length, widths, first.aux_hidden_states.dtype)
-    for sample, (number, columns) in zip(chain.from_iterable(rows), places, strict=True):
-        length = columns.stop - columns.start
-        batch.aux[number, columns] = sample.aux_hidden_states[:length]
-        batch.last_hidden[number, columns] = sample.last_hidden_states[:length]
+    batch, places = _frame(tokens, widths, first.aux_hidden_states.dtype)
+    for sample, place in zip(chain.from_iterable(rows), places, strict=True):
+        length = place.columns.stop - place.columns.start
+        batch.aux[place.row, place.columns] = sample.aux_hidden_states[:length]
+        batch.last_hidden[place.last] = sample.supervised_last[: place.last.stop - place.last.start]
     return batch
 
 
 def _frame(
-    rows: Sequence[Sequence[_Tokens]], max_length: int, widths: tuple[int, int], dtype: torch.dtype
-) -> tuple[DraftBatch, list[tuple[int, slice]]]:
-    """A batch whose states are yet to be filled (those of padding are zero), and each sample's row and columns.
+    rows: Sequence[Sequence[_Tokens]], widths: tuple[int, int], dtype: torch.dtype, slots: int = 0
+) -> tuple[DraftBatch, list[_Place]]:
+    """A batch whose states are yet to be filled (those of padding are zero), and each sample's place.
 
     The memory of its states is pinned where there is a GPU, so that copies to it run beside other work.
+
+    Args:
+        widths: A * H and H.
+        slots: A where rows have scales, else 0.
     """
-    lengths = [[min(sample.input_ids.numel(), max_length) for sample in row] for row in rows]
-    shape = (len(rows), max(sum(row) for row in lengths))
+    shape = (len(rows), max(sum(len(sample.input_ids) for sample in row) for row in rows))
+    supervised = sum(int(sample.loss_mask.sum()) for row in rows for sample in row)
     pin = torch.cuda.is_available()
     batch = DraftBatch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         aux=torch.empty((*shape, widths[0]), dtype=dtype, pin_memory=pin),
-        last_hidden=torch.empty((*shape, widths[1]), dtype=dtype, pin_memory=pin),
+        last_hidden=torch.empty((supervised, widths[1]), dtype=dtype, pin_memory=pin),
         document_ids=torch.full(shape, -1),
         position_ids=torch.zeros(shape, dtype=torch.int64),
         sample_ids=[sample.id for row in rows for sample in row],
+        aux_scales=torch.empty((*shape, slots), pin_memory=pin) if slots else None,
+        last_scales=torch.empty(supervised, pin_memory=pin) if slots else None,
     )
-    places = []
+    places, last = [], 0
     for number, row in enumerate(rows):
         begin = 0
-        for document, (sample, length) in enumerate(zip(row, lengths[number], strict=True)):
-            columns = slice(begin, begin + length)
-            batch.input_ids[number, columns] = sample.input_ids[:length].long()
-            batch.loss_mask[number, columns] = sample.loss_mask[:length]
+        for document, sample in enumerate(row):
+            columns = slice(begin, begin + len(sample.input_ids))
+            batch.input_ids[number, columns] = sample.input_ids.long()
+            batch.loss_mask[number, columns] = sample.loss_mask
             batch.document_ids[number, columns] = document
-            batch.position_ids[number, columns] = torch.arange(length)
-            places.append((number, columns))
-            begin += length
-        batch.aux[number, begin:] = 0
-        batch.last_hidden[number, begin:] = 0
+            batch.position_ids[number, columns] = torch.arange(len(sample.input_ids))
+            count = int(sample.loss_mask.sum())
+            places.append(_Place(number, columns, slice(last, last + count)))
+            begin, last = columns.stop, last + count
+        for states in (batch.aux, batch.aux_scales):
+            if states is not None:
+                states[number, begin:].view(torch.uint8).zero_()
     return batch, places
 
 
-def _tokens(reader: StoreReader, index: int) -> _Tokens:
-    return _Tokens(reader.samples[index].id, *reader.read_tokens(index))
-
-
-def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype) -> DraftBatch:
+def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype, slots: int = 0) -> DraftBatch:
     """One unsupervised token: what a rank without rows computes so that it stays in step with the others."""
-    return DraftBatch(
-        input_ids=torch.zeros((1, 1), dtype=torch.int64),
-        loss_mask=torch.zeros((1, 1), dtype=torch.bool),
-        aux=torch.zeros((1, 1, aux_width), dtype=dtype),
-        last_hidden=torch.zeros((1, 1, hidden_size), dtype=dtype),
-        document_ids=torch.zeros((1, 1), dtype=torch.int64),
-        position_ids=torch.zeros((1, 1), dtype=torch.int64),
-        sample_ids=[],
-    )
+    token = _Tokens("", torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool))
+    batch, _ = _frame([[token]], (aux_width, hidden_size), dtype, slots)
+    batch.aux.view(torch.uint8).zero_()
+    if batch.aux_scales is not None:
+        batch.aux_scales.fill_(1)
+    return replace(batch, document_ids=torch.zeros((1, 1), dtype=torch.int64), sample_ids=[])
 
 
 def load_windows(
@@ -173,34 +186,64 @@ def load_windows(
         max_length: longest row, in tokens.
         rank: of this process.
     """
-    contract = reader.contract
-    widths = (len(contract.output_indices) * contract.hidden_size, contract.hidden_size)
-    dtype: torch.dtype = getattr(torch, contract.dtype)
-
-    def begin(window: Window) -> tuple[list[DraftBatch], list[Future[None]]]:
-        """The window's batches, and the reads that fill them."""
-        batches, jobs = [], []
-        for micro_batch in window:
-            samples = [[indices[i] for i in row] for row in micro_batch[rank]]
-            if not samples:
-                batches.append(empty_batch(*widths, dtype))
-                continue
-            tokens = [
-                [_Tokens(reader.samples[index].id, *reader.read_tokens(index)) for index in row] for row in samples
-            ]
-            batch, places = _frame(tokens, max_length, widths, dtype)
-            batches.append(batch)
-            for index, (number, columns) in zip(chain.from_iterable(samples), places, strict=True):
-                jobs += states.read(index, batch.aux[number, columns], batch.last_hidden[number, columns])
-        return batches, jobs
-
     with RowReader(reader) as states:
         ahead = None
         for window in windows:
-            ahead, current = begin(window), ahead
+            samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
+            ahead, current = _begin(reader, states, samples, max_length), ahead
             if current is not None:
                 wait_for(current[1])
                 yield current[0]
         if ahead is not None:
             wait_for(ahead[1])
             yield ahead[0]
+
+
+def _begin(
+    reader: StoreReader, states: RowReader, micro_batches: Sequence[Sequence[Row]], max_length: int
+) -> tuple[list[DraftBatch], list[Future[None]]]:
+    """Batches of these samples of the store, and the reads that fill them."""
+    contract, layout = reader.contract, reader.layout
+    widths = (len(contract.output_indices) * contract.hidden_size, contract.hidden_size)
+    slots = len(contract.output_indices) if layout.scaled else 0
+    batches: list[DraftBatch] = []
+    jobs: list[Future[None]] = []
+    for rows in micro_batches:
+        if not rows:
+            batches.append(empty_batch(*widths, layout.dtype, slots))
+            continue
+        tokens = [[_tokens(reader, index, max_length) for index in row] for row in rows]
+        batch, places = _frame(tokens, widths, layout.dtype, slots)
+        batches.append(batch)
+        for index, place in zip(chain.from_iterable(rows), places, strict=True):
+            jobs += _fill(reader, states, index, place, batch)
+    return batches, jobs
+
+
+def _fill(
+    reader: StoreReader, states: RowReader, index: int, place: _Place, batch: DraftBatch
+) -> Iterator[Future[None]]:
+    """The reads of one sample's states."""
+    stored, columns = reader.place(index), (place.row, place.columns)
+    yield from states.read(index, "aux_hidden_states", stored.rows.start, batch.aux[columns])
+    if batch.aux_scales is not None:
+        yield from states.read(index, "aux_scales", stored.rows.start, batch.aux_scales[columns])
+    runs = [(0, place.last)] if reader.layout.last_rows == "supervised" else _runs(batch.loss_mask[columns], place.last)
+    for begin, rows in runs:
+        yield from states.read(index, "last_hidden_states", stored.last.start + begin, batch.last_hidden[rows])
+        if batch.last_scales is not None:
+            yield from states.read(index, "last_scales", stored.last.start + begin, batch.last_scales[rows])
+
+
+def _runs(loss_mask: torch.Tensor, rows: slice) -> list[tuple[int, slice]]:
+    """Where each run of supervised tokens begins in a loss mask [T], and which of `rows`, theirs all, are its own."""
+    edges = torch.nn.functional.pad(loss_mask.to(torch.int8), (1, 1)).diff()
+    begins, ends = ((edges == edge).nonzero().flatten() for edge in (1, -1))
+    stops = (ends - begins).cumsum(0) + rows.start
+    starts = stops - (ends - begins)
+    return [(begin, slice(start, stop)) for begin, start, stop in torch.stack([begins, starts, stops]).T.tolist()]
+
+
+def _tokens(reader: StoreReader, index: int, max_length: int) -> _Tokens:
+    input_ids, loss_mask = reader.read_tokens(index)
+    return _Tokens(reader.samples[index].id, input_ids[:max_length], loss_mask[:max_length])

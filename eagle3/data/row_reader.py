@@ -1,7 +1,4 @@
-"""Reads the states of samples from their shards straight into a batch's memory, several pieces at a time.
-
-Legend: T tokens of a sample, A aux layers, H target hidden.
-"""
+"""Reads rows of samples from their shards straight into a batch's memory, several pieces at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from eagle3.wiring.safetensors_header import read_header
 _THREADS = 8
 _PIECE_BYTES = 8 << 20
 _OPEN_SHARDS = 64
-STATES = ("aux_hidden_states", "last_hidden_states")
 
 
 class RowReader:
@@ -37,26 +33,22 @@ class RowReader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read_rows")
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(_Shard)
 
-    def read(self, index: int, aux: torch.Tensor, last: torch.Tensor) -> list[Future[None]]:
-        """Begins to read a sample's first rows.
+    def read(self, index: int, name: str, row: int, target: torch.Tensor) -> list[Future[None]]:
+        """Begins to read rows of a tensor of the shard that a sample is in.
 
         Args:
             index: of the sample in the store.
-            aux: contiguous [n, A * H] on the CPU, n at most T; filled when all that is returned is done.
-            last: contiguous [n, H].
+            name: of the tensor.
+            row: the first one, in the shard.
+            target: contiguous [n, ..] on the CPU, n rows as in the file; filled when all that is returned is done.
 
         Returns:
             the reads; one whose file has become shorter raises `ProblemsError`, which names shard and sample.
         """
-        jobs = []
-        file, row = self._reader.place(index)
-        for name, target in zip(STATES, (aux, last), strict=True):
-            memory = target.view(torch.uint8).flatten()
-            begin = row * (memory.numel() // len(target))
-            for at in range(0, memory.numel(), _PIECE_BYTES):
-                piece = memory[at : at + _PIECE_BYTES]
-                jobs.append(self._pool.submit(self._fill, index, file, name, begin + at, piece))
-        return jobs
+        memory = target.view(torch.uint8).flatten()
+        begin = row * (memory.numel() // max(len(target), 1))
+        pieces = [(begin + at, memory[at : at + _PIECE_BYTES]) for at in range(0, memory.numel(), _PIECE_BYTES)]
+        return [self._pool.submit(self._fill, index, name, *piece) for piece in pieces]
 
     def __enter__(self) -> Self:
         return self
@@ -65,8 +57,8 @@ class RowReader:
         self._pool.shutdown(cancel_futures=True)
         self._open.cache_clear()
 
-    def _fill(self, index: int, file: str, name: str, begin: int, piece: torch.Tensor) -> None:
-        shard = self._open(self._reader.folder / file)
+    def _fill(self, index: int, name: str, begin: int, piece: torch.Tensor) -> None:
+        shard = self._open(self._reader.folder / self._reader.place(index).file)
         if not shard.read(name, begin, piece.numpy().data):
             where = f"{shard.path}: sample {self._reader.samples[index].id!r}"
             fix = "run `eagle3 data verify`, then `eagle3 extract` again"
@@ -79,7 +71,7 @@ class _Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(path)
-        self._begins = {name: header.data_start + header.tensors[name].begin for name in STATES}
+        self._begins = {name: header.data_start + tensor.begin for name, tensor in header.tensors.items()}
         self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
 
     def read(self, name: str, begin: int, target: memoryview) -> bool:

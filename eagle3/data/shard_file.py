@@ -10,7 +10,7 @@ Legend: T tokens of the shard, A aux layers, H target hidden, n rows of a piece.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -20,17 +20,26 @@ import numpy as np
 import torch
 
 from eagle3.data.chat import TokenSample
-from eagle3.data.store_format import SampleInfo, ShardInfo, shard_layout
+from eagle3.data.store_format import SampleInfo, ShardInfo
+from eagle3.data.store_layout import StoreLayout, TensorLayout
 from eagle3.data.store_sample import header_metadata, token_faults
 from eagle3.data.tensor_file import file_header
+from eagle3.draft.states import FP8, quantize
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, sha256_file, sync_folder
-from eagle3.wiring.contract import WiringContract
 
 StateKey = int | Literal["last"]
 """An output index, or the states that the target's head reads."""
 
-_DTYPES = {"I32": torch.int32, "U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "I32": torch.int32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": FP8,
+}
 _ENGINE_FIX = "the engine mixes rows up: report this"
 
 
@@ -40,42 +49,43 @@ class ShardFile:
     Args:
         path: final name of the shard.
         samples: what it holds, in order, at least one.
-        contract: of the store.
+        layout: of the store.
 
     Raises:
         ProblemsError: a sample does not fit the contract; the disk is full. Nothing is left then.
     """
 
-    def __init__(self, path: Path, samples: Sequence[TokenSample], contract: WiringContract) -> None:
+    def __init__(self, path: Path, samples: Sequence[TokenSample], layout: StoreLayout) -> None:
         self.path = path
         self.samples = samples
-        self._contract = contract
+        self._layout = layout
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         ids = {sample.id: torch.tensor(sample.input_ids, dtype=torch.int64) for sample in samples}
         raise_problems(
             Problem(f"{path}: sample {name!r}", f"store.{kind}", message, "correct what made this sample")
             for name, tensor in ids.items()
-            for kind, message in token_faults(name, tensor, contract)
+            for kind, message in token_faults(name, tensor, layout.contract)
         )
         self._ends = list(accumulate(len(sample.input_ids) for sample in samples))
         self.tokens = self._ends[-1]
-        self._claimed: dict[StateKey, int] = dict.fromkeys([*contract.output_indices, "last"], 0)
-        layout = shard_layout(contract, self.tokens)
-        header = file_header(layout, header_metadata(sample_info(sample) for sample in samples))
+        self._claimed: dict[StateKey, int] = dict.fromkeys([*layout.contract.output_indices, "last"], 0)
+        mask = torch.tensor([value for sample in samples for value in sample.loss_mask], dtype=torch.bool)
+        self._last_rows = mask if layout.last_rows == "supervised" else torch.ones_like(mask)
+        tensors = layout.tensors(self.tokens, int(mask.sum()))
+        header = file_header(tensors, header_metadata((sample_info(item) for item in samples), layout.version))
         with explained_os_errors(self._temporary):
             try:
-                self._tensors = _mapped(self._temporary, header, layout)
+                self._tensors = _mapped(self._temporary, header, tensors)
             except OSError:
                 self._temporary.unlink(missing_ok=True)
                 raise
         self._tensors["input_ids"].copy_(torch.cat(list(ids.values())))
-        mask = [value for sample in samples for value in sample.loss_mask]
-        self._tensors["loss_mask"].copy_(torch.tensor(mask, dtype=torch.bool))
+        self._tensors["loss_mask"].copy_(mask)
 
     def put(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
-        """Takes rows `begin` ... of one slot; see `claim` and `write`."""
+        """Takes rows `begin` ... of one slot, [n, H] in the layout's value type; see `claim` and `write`."""
         self.claim(key, begin, len(states))
-        self.write(key, begin, states)
+        self.write(key, begin, *(quantize(states) if self._layout.scaled else (states,)))
 
     def claim(self, key: StateKey, begin: int, count: int) -> bool:
         """Announces the next rows of one slot, which come in order; whether they are its last.
@@ -89,18 +99,28 @@ class ShardFile:
         self._claimed[key] += count
         return self._claimed[key] == self.tokens
 
-    def write(self, key: StateKey, begin: int, states: torch.Tensor, sums: torch.Tensor | None = None) -> None:
-        """Writes announced rows; several threads may, in any order.
+    def write(self, key: StateKey, begin: int, states: torch.Tensor, numbers: torch.Tensor | None = None) -> None:
+        """Writes announced rows; several threads may, in any order. Last hidden states are taken where they are stored.
 
         Args:
             states: [n, H] in the store's type, on the CPU.
-            sums: [n], of each row in float32, if they are known.
+            numbers: float32 [n], a number of each row: its scale in an fp8 store; else its sum, if it is known.
 
         Raises:
             ProblemsError: a row is not finite (its sample is named).
         """
-        self._check_finite(key, begin, states, states.sum(dtype=torch.float32) if sums is None else sums)
-        self._slot(key)[begin : begin + len(states)] = states
+        self._check_finite(key, begin, states, states.sum(dtype=torch.float32) if numbers is None else numbers)
+        rows = slice(begin, begin + len(states))
+        if key == "last":
+            kept = self._last_rows[rows]
+            first = int(self._last_rows[:begin].sum())
+            rows, states = slice(first, first + int(kept.sum())), states[kept]
+            numbers = None if numbers is None else numbers[kept]
+        values, scales = self._slot(key)
+        values[rows] = states
+        if scales is not None:
+            assert numbers is not None
+            scales[rows] = numbers
 
     def sync(self) -> None:
         """Waits until what is written is on disk.
@@ -136,18 +156,23 @@ class ShardFile:
         self._tensors.clear()
         self._temporary.unlink(missing_ok=True)
 
-    def _slot(self, key: StateKey) -> torch.Tensor:
-        """[T, H] of the mapped file."""
+    def _slot(self, key: StateKey) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, H] of the mapped file (of the last hidden states: what is stored), and any scales [T]."""
         if key == "last":
-            return self._tensors["last_hidden_states"]
-        slots = self._tensors["aux_hidden_states"].split(self._contract.hidden_size, dim=1)
-        return slots[self._contract.output_indices.index(key)]
+            return self._tensors["last_hidden_states"], self._tensors.get("last_scales")
+        slot, hidden = self._layout.contract.output_indices.index(key), self._layout.contract.hidden_size
+        values = self._tensors["aux_hidden_states"][:, slot * hidden : (slot + 1) * hidden]
+        return values, self._tensors["aux_scales"][:, slot] if self._layout.scaled else None
 
-    def _check_finite(self, key: StateKey, begin: int, states: torch.Tensor, sums: torch.Tensor) -> None:
+    def _check_finite(self, key: StateKey, begin: int, states: torch.Tensor, numbers: torch.Tensor) -> None:
         # A sum is finite only if every term is; where it is not, a large sum may still be of finite terms.
-        if torch.isfinite(sums).all() or torch.isfinite(states).all():
+        # A scale is NaN where a term is not finite.
+        if torch.isfinite(numbers).all():
             return
-        row = begin + int((~torch.isfinite(states).all(dim=1)).nonzero()[0])
+        bad = ~torch.isfinite(numbers) if self._layout.scaled else ~torch.isfinite(states).all(dim=1)
+        if not bad.any():
+            return
+        row = begin + int(bad.nonzero()[0])
         name = next(sample.id for sample, end in zip(self.samples, self._ends, strict=True) if row < end)
         message = f"has NaN or infinity in its {_said(key)}"
         raise problem_error(f"{self.path}: sample {name!r}", "store.non_finite", message, "check the target")
@@ -165,7 +190,7 @@ def shard_entry(path: Path, samples: Sequence[TokenSample]) -> ShardInfo:
     )
 
 
-def _mapped(path: Path, header: bytes, layout: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+def _mapped(path: Path, header: bytes, layout: TensorLayout) -> dict[str, torch.Tensor]:
     """Makes the whole file, with this header; its tensors, mapped."""
     size = len(header) + sum(prod(shape) * _DTYPES[code].itemsize for code, shape in layout.values())
     with open(path, "wb+") as handle:

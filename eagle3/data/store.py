@@ -7,22 +7,32 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eagle3.data.store_check import INCOMPLETE, check_store
-from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest
+from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest, sample_rows
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_verify import verify
 from eagle3.data.store_writer import StoreWriter
+from eagle3.draft.states import dequantize
 from eagle3.errors import problem_error, raise_problems
 from eagle3.wiring.contract import WiringContract
 
 __all__ = ["StoreReader", "StoreWriter", "StoredSample", "verify"]
 
 _OPEN_SHARDS = 32
+
+
+class Place(NamedTuple):
+    """A sample's shard, its rows there, and its rows of the last hidden states."""
+
+    file: str
+    rows: slice
+    last: slice
 
 
 class StoreReader:
@@ -47,37 +57,41 @@ class StoreReader:
             problems = [problem for problem in problems if problem.kind != INCOMPLETE]
         raise_problems(problems, f"cannot use the hidden states in {folder}")
         self.contract = manifest.contract
+        self.layout = manifest.layout
         self.settings = manifest.settings
         self.target_config = manifest.target_config
         self.fingerprint = manifest.fingerprint
         self.samples: list[SampleInfo] = []
-        self._places: list[tuple[str, int]] = []
+        self._places: list[Place] = []
         for shard in manifest.shards:
-            row = 0
-            for sample in shard.samples:
-                self.samples.append(sample)
-                self._places.append((shard.file, row))
-                row += sample.tokens
+            self.samples += shard.samples
+            self._places += [Place(shard.file, *rows) for rows in sample_rows(shard.samples, manifest.layout)]
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda file: safe_open(self.folder / file, "pt"))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> StoredSample:
-        """Sample `index` (0-based, manifest order); its tensors are mapped from disk, not loaded."""
-        names = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states")
-        input_ids, loss_mask, aux, last = (self._slice(index, name) for name in names)
-        self._check_ids(index, input_ids)
-        return StoredSample(self.samples[index].id, input_ids, loss_mask.bool(), aux, last)
+        """Sample `index` (0-based, manifest order); its tensors are mapped from disk, not loaded, but for fp8 states,
+        which come as bfloat16.
+        """
+        place = self._places[index]
+        aux, last = self._slice(place, "aux_hidden_states"), self._slice(place, "last_hidden_states")
+        if self.layout.scaled:
+            slots = aux.unflatten(1, (-1, self.contract.hidden_size))
+            aux = dequantize(slots, self._slice(place, "aux_scales")).flatten(1)
+            last = dequantize(last, self._slice(place, "last_scales"))
+        return StoredSample(self.samples[index].id, *self.read_tokens(index), aux, last)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states."""
-        input_ids = self._slice(index, "input_ids")
-        self._check_ids(index, input_ids)
-        return input_ids, self._slice(index, "loss_mask").bool()
+        input_ids = self._slice(self._places[index], "input_ids").int()
+        loss_mask = self._slice(self._places[index], "loss_mask")
+        self._check_tokens(index, input_ids, loss_mask)
+        return input_ids, loss_mask.bool()
 
-    def place(self, index: int) -> tuple[str, int]:
-        """The shard's file that sample `index` is in, and its first row there."""
+    def place(self, index: int) -> Place:
+        """Where sample `index` is."""
         return self._places[index]
 
     def target_head(self) -> dict[str, torch.Tensor]:
@@ -85,14 +99,20 @@ class StoreReader:
         tensors = load_file(self.folder / TARGET_HEAD_FILE)
         return {"lm_head.weight": tensors["embed_tokens.weight"], **tensors}
 
-    def _check_ids(self, index: int, input_ids: torch.Tensor) -> None:
-        """An id outside the vocabulary would fail far from here, on a GPU without saying where."""
+    def _check_tokens(self, index: int, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> None:
+        """An id outside the vocabulary would fail far from here, on a GPU without saying where; a wrong mask would pair
+        tokens with last hidden states of others.
+        """
+        where = f"{self.folder / self._places[index].file}: sample {self.samples[index].id!r}"
+        fix = "run `eagle3 data repair`, then `eagle3 extract` again"
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.contract.vocab_size:
-            where = f"{self.folder / self._places[index][0]}: sample {self.samples[index].id!r}"
             message = f"has token ids outside 0 to {self.contract.vocab_size - 1}: the shard is damaged"
-            fix = "run `eagle3 data repair`, then `eagle3 extract` again"
             raise problem_error(where, "store.ids_out_of_range", message, fix)
+        found, listed = int(loss_mask.sum(dtype=torch.int64)), self.samples[index].supervised
+        if found != listed or int(loss_mask.max()) > 1:
+            message = f"has {found} in its loss mask, the manifest lists {listed} supervised tokens: one is damaged"
+            raise problem_error(where, "store.loss_mask", message, fix)
 
-    def _slice(self, index: int, name: str) -> torch.Tensor:
-        file, row = self._places[index]
-        return self._open(file).get_slice(name)[row : row + self.samples[index].tokens]
+    def _slice(self, place: Place, name: str) -> torch.Tensor:
+        rows = place.last if name.startswith("last") else place.rows
+        return self._open(place.file).get_slice(name)[rows]

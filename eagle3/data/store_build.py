@@ -12,7 +12,6 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,19 @@ from eagle3.data.store_format import (
     SampleInfo,
     ShardInfo,
     load_manifest,
-    shard_layout,
+    save_manifest,
     shard_name,
 )
+from eagle3.data.store_layout import StoreLayout
 from eagle3.data.store_sample import header_metadata, shard_content
 from eagle3.data.store_verify import check_file
 from eagle3.data.tensor_file import file_header, write_tensor_file
 from eagle3.errors import problem_error, raise_problems
-from eagle3.files import existing_folder, only_writer, readable, sha256_file, write_atomic, write_json_atomic
+from eagle3.files import existing_folder, only_writer, readable, sha256_file, write_atomic
 from eagle3.progress import progress
-from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
 _CHUNK_BYTES = 1 << 22
-_DTYPE_BYTES = {"I32": 4, "U8": 1, "F32": 4, "BF16": 2, "F16": 2}
 _DAMAGED = "see `eagle3 data repair`"
 
 
@@ -108,9 +106,9 @@ class Piece:
         """Size of the shard that it becomes."""
         if self.whole:
             return self.shard.bytes
-        layout = shard_layout(self.source.manifest.contract, self.tokens)
-        values = sum(_DTYPE_BYTES[code] * prod(shape) for code, shape in layout.values())
-        return len(file_header(layout, header_metadata(self.samples))) + values
+        layout, supervised = self.source.manifest.layout, sum(sample.supervised for sample in self.samples)
+        header = file_header(layout.tensors(self.tokens, supervised), header_metadata(self.samples, layout.version))
+        return len(header) + layout.tensor_bytes(self.tokens, supervised)
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,8 @@ def build_store(
             begun = replace(
                 source, settings=plain_json(settings), shards=(), fingerprint=None, provenance=plain_json(provenance)
             )
-            write_json_atomic(out / MANIFEST_FILE, begun.to_dict())
-        manifest = check_resume(out, source.contract, settings)
+            save_manifest(out, begun)
+        manifest = check_resume(out, source.layout, settings)
         done: Counter[str] = Counter()
         shards = []
         with progress(out.name, sum(piece.tokens for piece in pieces), "tokens") as advance:
@@ -168,7 +166,7 @@ def build_store(
                 advance(piece.tokens)
         if not manifest.shards:
             finished = replace(manifest, shards=tuple(shards), fingerprint=_fingerprint(pieces[0]))
-            write_json_atomic(out / MANIFEST_FILE, finished.to_dict())
+            save_manifest(out, finished)
     reader = StoreReader(out)
     return BuildReport(out, len(reader), sum(sample.tokens for sample in reader.samples), done)
 
@@ -197,16 +195,16 @@ def check_room(out: Path, pieces: Sequence[Sequence[Piece]], link: bool) -> None
 
 def _take(piece: Piece, out: Path, name: str, link: bool) -> tuple[ShardInfo, str]:
     """Makes one shard, if it is not there; its entry, and how it came about."""
-    path, contract = out / name, piece.source.manifest.contract
+    path, layout = out / name, piece.source.manifest.layout
     if (
         path.is_file()
     ):  # under its final name, so it was whole; the size and the list of samples say that it is this one
         checksum = piece.shard.sha256 if piece.whole else sha256_file(path)
         shard = ShardInfo(name, piece.bytes, checksum, piece.samples)
-        if not check_shard(out, shard, contract):
+        if not check_shard(out, shard, layout):
             return shard, "there already"
     if not piece.whole:
-        return _write(piece, path, contract), "written"
+        return _write(piece, path, layout), "written"
     shard = replace(piece.shard, file=name)
     if link and _linked(piece.path, path):
         return shard, "linked"
@@ -214,14 +212,14 @@ def _take(piece: Piece, out: Path, name: str, link: bool) -> tuple[ShardInfo, st
     return shard, "copied"
 
 
-def _write(piece: Piece, path: Path, contract: WiringContract) -> ShardInfo:
+def _write(piece: Piece, path: Path, layout: StoreLayout) -> ShardInfo:
     # A new checksum would make damage look whole: so the old one is checked first.
-    raise_problems(check_file(piece.source.folder, piece.shard, contract), f"cannot take samples of {piece.path}")
+    raise_problems(check_file(piece.source.folder, piece.shard, layout), f"cannot take samples of {piece.path}")
     samples, checksum = [piece.source.reader.read(piece.first + place) for place in piece.places], ""
 
     def write(temporary: Path) -> None:
         nonlocal checksum
-        checksum = write_tensor_file(temporary, *shard_content(samples, contract))
+        checksum = write_tensor_file(temporary, *shard_content(samples, layout))
 
     write_atomic(path, write)
     return ShardInfo(path.name, path.stat().st_size, checksum, piece.samples)
@@ -267,4 +265,4 @@ def _fingerprint(first: Piece) -> Fingerprint:
     if known is not None and known.sample in {sample.id for sample in first.samples}:
         return known
     samples = [first.source.reader.read(first.first + place) for place in first.places]
-    return make_fingerprint(samples, first.source.manifest.contract)
+    return make_fingerprint(samples, first.source.manifest.layout)

@@ -10,16 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 from eagle3.data.store_format import (
-    DTYPE_CODES,
     METADATA_KEY,
     SAMPLE_COUNT,
     FileInfo,
     Manifest,
     ShardInfo,
     shard_files,
-    shard_layout,
     shard_metadata,
 )
+from eagle3.data.store_layout import DTYPE_CODES, StoreLayout
 from eagle3.errors import Problem, ProblemsError
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
@@ -37,7 +36,7 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
     """
     problems = check_target_head(folder, manifest)
     for shard in manifest.shards:
-        problems += check_shard(folder, shard, manifest.contract)
+        problems += check_shard(folder, shard, manifest.layout)
     listed = {shard.file for shard in manifest.shards}
     for path in shard_files(folder):
         if path.name not in listed:
@@ -57,15 +56,15 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
     return problems
 
 
-def check_shard(folder: Path, shard: ShardInfo, contract: WiringContract) -> list[Problem]:
+def check_shard(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:
     """Size, header, tensors and sample list of one shard, without reading its states."""
     where, inside = str(folder / shard.file), samples_said(shard)
     header = _checked_header(folder, shard, "shard", inside)
     if not isinstance(header, Header):
         return header
-    problems = _check_sample_list(header.metadata.get(METADATA_KEY), shard, where)
+    problems = _check_sample_list(header.metadata.get(METADATA_KEY), shard, layout.version, where)
     found = {name: (info.dtype, tuple(info.shape)) for name, info in header.tensors.items()}
-    expected = shard_layout(contract, shard.tokens)
+    expected = layout.tensors(shard.tokens, shard.supervised)
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             message = f"{name} is {_said(found.get(name))}, expected {_said(expected.get(name))} {inside}"
@@ -110,7 +109,7 @@ def _checked_header(folder: Path, file: FileInfo, what: str, inside: str) -> Hea
         return [Problem(str(path), item.kind, f"{item.message} {inside}".rstrip(), REDO) for item in error.problems]
 
 
-def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[Problem]:
+def _check_sample_list(text: str | None, shard: ShardInfo, version: int, where: str) -> list[Problem]:
     """The header's own sample list against the manifest's."""
     try:
         value = json.loads(text or "null")
@@ -118,7 +117,7 @@ def _check_sample_list(text: str | None, shard: ShardInfo, where: str) -> list[P
     except (ValueError, TypeError, KeyError):
         message = f"its header has no valid {METADATA_KEY!r} entry {samples_said(shard)}"
         return [Problem(where, "store.shard_mismatch", message, REDO)]
-    if value == shard_metadata(shard.samples):
+    if value == shard_metadata(shard.samples, version):
         return []
     listed = [(sample.id, sample.tokens) for sample in shard.samples]
     counts, known = Counter(sample_id for sample_id, _ in found), dict(listed)

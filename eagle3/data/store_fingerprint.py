@@ -8,12 +8,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from eagle3.data.store_layout import StoreLayout
 from eagle3.data.store_sample import StoredSample
-from eagle3.wiring.contract import WiringContract
+from eagle3.draft.states import rounded
+from eagle3.errors import problem_error
 from eagle3.wiring.fingerprint_file import Fingerprint, Rows
 from eagle3.wiring.layers import EMBEDDING, LayerWiring
 
@@ -43,9 +46,10 @@ class FingerprintPlace:
     positions: tuple[int, ...]
     channels: tuple[int, ...]
 
-    def numbers(self, states: torch.Tensor, contract: WiringContract) -> Rows:
-        """Those of states [T or more, H], rounded as the store rounds."""
-        return stored_rows(states[list(self.positions)][:, list(self.channels)], contract)
+    def numbers(self, states: torch.Tensor, dtype: torch.dtype, rows: Sequence[int] | None = None) -> Rows:
+        """Those of states [T or more, H], rounded to a store's type; `rows`: where the positions are, if elsewhere."""
+        chosen = states[list(self.positions if rows is None else rows)]
+        return as_rows(rounded(chosen, dtype)[:, list(self.channels)])
 
     def fingerprint(self, states: Mapping[int, Rows], last: Rows) -> Fingerprint:
         """The fingerprint of these numbers."""
@@ -53,14 +57,52 @@ class FingerprintPlace:
         return Fingerprint(self.sample, self.token_ids, self.positions, self.channels, ordered, last)
 
 
-def fingerprint_place(samples: Sequence[tuple[str, Sequence[int]]], contract: WiringContract) -> FingerprintPlace:
-    """The shortest sample (id, token ids) of at least 64 tokens, else the longest; of several, the first."""
-    index = min(range(len(samples)), key=lambda place: _preference(len(samples[place][1])))
-    ids = tuple(samples[index][1][:_TOKENS])
-    positions = sorted({round(step * (len(ids) - 1) / (_POSITIONS - 1)) for step in range(_POSITIONS)})
-    count = min(_CHANNELS, contract.hidden_size)
-    channels = sorted(random.Random(_SEED).sample(range(contract.hidden_size), count))
-    return FingerprintPlace(index, samples[index][0], ids, tuple(positions), tuple(channels))
+class Tokens(Protocol):
+    """A sample's id, token ids and loss mask."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def input_ids(self) -> Sequence[int] | torch.Tensor: ...
+    @property
+    def loss_mask(self) -> Sequence[bool] | torch.Tensor: ...
+
+
+def fingerprint_place(samples: Sequence[Tokens], layout: StoreLayout) -> FingerprintPlace:
+    """Where all last hidden states are stored: of the shortest sample of at least 64 tokens, else of the longest; of
+    several, the first. Elsewhere its positions are supervised tokens, as early as there are six of them.
+    """
+    found = [_window(sample, layout) for sample in samples]
+    index = min(range(len(samples)), key=lambda place: found[place].preference)
+    tokens, candidates = found[index].tokens, found[index].candidates
+    chosen = sorted({round(step * (len(candidates) - 1) / (_POSITIONS - 1)) for step in range(_POSITIONS)})
+    count = min(_CHANNELS, layout.contract.hidden_size)
+    channels = sorted(random.Random(_SEED).sample(range(layout.contract.hidden_size), count))
+    ids = tuple(int(token) for token in samples[index].input_ids[:tokens])
+    return FingerprintPlace(index, samples[index].id, ids, tuple(candidates[at] for at in chosen), tuple(channels))
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The first tokens of a sample, and which of them may be positions; the least preference is taken."""
+
+    tokens: int
+    candidates: Sequence[int]
+    preference: tuple[int, bool, int]
+
+
+def _window(sample: Tokens, layout: StoreLayout) -> _Window:
+    length = len(sample.input_ids)
+    supervised = [place for place, marked in enumerate(sample.loss_mask) if marked]
+    if layout.last_rows == "all" or not supervised:
+        order = length if length >= _TOKENS else -length
+        rank = 0 if layout.last_rows == "all" else _POSITIONS
+        return _Window(min(length, _TOKENS), range(min(length, _TOKENS)), (rank, length < _TOKENS, order))
+    enough = supervised[:_POSITIONS]
+    tokens = max(enough[-1] + 1, min(length, _TOKENS))
+    order = tokens if tokens >= _TOKENS else -tokens
+    candidates = [place for place in supervised if place < tokens]
+    return _Window(tokens, candidates, (_POSITIONS - len(enough), tokens < _TOKENS, order))
 
 
 def neighbours(wiring: LayerWiring) -> list[int]:
@@ -70,7 +112,7 @@ def neighbours(wiring: LayerWiring) -> list[int]:
 
 
 def make_fingerprint(
-    samples: Sequence[StoredSample], contract: WiringContract, other_states: OtherStates | None = None
+    samples: Sequence[StoredSample], layout: StoreLayout, other_states: OtherStates | None = None
 ) -> Fingerprint:
     """The fingerprint of a store whose first shard holds these samples; see `fingerprint_place`.
 
@@ -78,26 +120,33 @@ def make_fingerprint(
 
     Args:
         samples: of the first shard, at least one.
-        contract: of the store.
+        layout: of the store.
         other_states: for states of neighbouring layers, so that a probe can say which layer another one is.
+
+    Raises:
+        ProblemsError: kind `fingerprint.nothing_supervised`: the samples came without the last hidden states of any
+            token.
     """
-    place = fingerprint_place([(sample.id, sample.input_ids.tolist()) for sample in samples], contract)
+    place = fingerprint_place(samples, layout)
     sample = samples[place.index]
-    slots = sample.aux_hidden_states.split(contract.hidden_size, dim=-1)
+    slots = sample.aux_hidden_states.split(layout.contract.hidden_size, dim=-1)
     others = other_states(place.token_ids) if other_states is not None else {}
-    states = {**others, **dict(zip(contract.output_indices, slots, strict=True))}
-    numbers = {index: place.numbers(rows, contract) for index, rows in states.items()}
-    return place.fingerprint(numbers, place.numbers(sample.last_hidden_states, contract))
+    states = {**others, **dict(zip(layout.contract.output_indices, slots, strict=True))}
+    numbers = {index: place.numbers(rows, layout.dtype) for index, rows in states.items()}
+    last = sample.last_hidden_states
+    if len(last) == len(sample.loss_mask):
+        return place.fingerprint(numbers, place.numbers(last, layout.dtype))
+    if not sample.loss_mask.any():
+        message = "no sample of the first shard has a supervised token, so that no last hidden states are there"
+        fix = "begin the store with another sample, or extract with last_hidden_rows=all"
+        raise problem_error(sample.id, "fingerprint.nothing_supervised", message, fix)
+    rows = (sample.loss_mask.cumsum(0) - 1)[list(place.positions)].tolist()
+    return place.fingerprint(numbers, place.numbers(last, layout.dtype, rows))
 
 
-def stored_rows(states: torch.Tensor, contract: WiringContract) -> Rows:
-    """Numbers [P, C] rounded as the store rounds."""
-    rounded = states.to(getattr(torch, contract.dtype)).float().cpu()
-    return tuple(tuple(_shortest(value) for value in row) for row in rounded.numpy())
-
-
-def _preference(tokens: int) -> tuple[bool, int]:
-    return (tokens < _TOKENS, tokens if tokens >= _TOKENS else -tokens)
+def as_rows(numbers: torch.Tensor) -> Rows:
+    """Float32 numbers [P, C], each with the fewest digits that give it back."""
+    return tuple(tuple(_shortest(value) for value in row) for row in numbers.float().cpu().numpy())
 
 
 def _shortest(value: np.float32) -> float:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from eagle3.data.store_check import check_shard, check_target_head, target_head_shapes
 from eagle3.data.store_format import (
     COMMIT_LOCK_FILE,
+    LAST_ROWS,
     LOCK_FILE,
     MANIFEST_FILE,
     PROCESS_LOCK_FILES,
@@ -23,6 +24,7 @@ from eagle3.data.store_format import (
     load_manifest,
     shard_files,
 )
+from eagle3.data.store_layout import StoreLayout
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, write_atomic
@@ -33,7 +35,7 @@ _OTHER_SETTINGS_FIX = "use its settings, or another output"
 
 def begin_manifest(
     folder: Path,
-    contract: WiringContract,
+    layout: StoreLayout,
     settings: Mapping[str, Any],
     target_config: Mapping[str, Any],
     head: Mapping[str, torch.Tensor],
@@ -41,25 +43,25 @@ def begin_manifest(
 ) -> Manifest:
     """Writes the target head and gives the first manifest, without shards; it is not written yet."""
     file = write_target_head(folder, head)
-    return Manifest(contract, plain_json(settings), plain_json(target_config), file, provenance=plain_json(provenance))
+    return Manifest(layout, plain_json(settings), plain_json(target_config), file, provenance=plain_json(provenance))
 
 
 def resume_manifest(
-    folder: Path, contract: WiringContract, settings: Mapping[str, Any], head: Mapping[str, torch.Tensor]
+    folder: Path, layout: StoreLayout, settings: Mapping[str, Any], head: Mapping[str, torch.Tensor]
 ) -> tuple[Manifest, list[Problem]]:
     """The manifest without the shards that are damaged, and what was wrong; a damaged head is written again.
 
     Raises:
         ProblemsError: the store has other settings, another contract or another head (every difference is listed).
     """
-    manifest = check_resume(folder, contract, settings)
+    manifest = check_resume(folder, layout, settings)
     damaged_head = check_target_head(folder, manifest)
     if not damaged_head and not _same_head(folder, head):
         message = "the store was begun with other weights of the target's embedding, norm or head"
         raise problem_error(str(folder), "store.other_target", message, _OTHER_SETTINGS_FIX)
     if damaged_head:
         manifest = replace(manifest, target_head=write_target_head(folder, head))
-    damaged = {shard.file: check_shard(folder, shard, manifest.contract) for shard in manifest.shards}
+    damaged = {shard.file: check_shard(folder, shard, manifest.layout) for shard in manifest.shards}
     shards = tuple(shard for shard in manifest.shards if not damaged[shard.file])
     kept = {sample.id for shard in shards for sample in shard.samples}
     if manifest.fingerprint is not None and manifest.fingerprint.sample not in kept:
@@ -68,17 +70,29 @@ def resume_manifest(
     return replace(manifest, shards=shards), redone
 
 
-def check_resume(folder: Path, contract: WiringContract, settings: Mapping[str, Any]) -> Manifest:
-    """The manifest of a store that a run with this contract and these settings may go on with.
+def check_resume(folder: Path, layout: StoreLayout, settings: Mapping[str, Any]) -> Manifest:
+    """The manifest of a store that a run with this layout and these settings may go on with.
 
     Raises:
         ProblemsError: every difference.
     """
     manifest, where = load_manifest(folder), str(folder)
-    problems = manifest.contract.compare(contract, where, "this run")
+    problems = manifest.contract.compare(layout.contract, where, "this run")
+    problems += _layout_differences(manifest.layout, layout, where)
     problems += setting_differences(manifest.settings, plain_json(settings), where)
     raise_problems(problems, f"cannot resume {where}")
     return manifest
+
+
+def _layout_differences(begun: StoreLayout, mine: StoreLayout, where: str) -> list[Problem]:
+    if begun.version != mine.version:
+        message = f"was begun in format version {begun.version}, this eagle3 writes version {mine.version}"
+        fix = "make a new store of it: `eagle3 extract --from` takes over what it holds"
+        return [Problem(where, "store.other_version", message, fix)]
+    if begun.last_rows == mine.last_rows:
+        return []
+    message = f"{LAST_ROWS}: it was begun with {begun.last_rows!r}, this run has {mine.last_rows!r}"
+    return [Problem(where, "store.other_settings", message, _OTHER_SETTINGS_FIX)]
 
 
 def check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> list[Problem]:

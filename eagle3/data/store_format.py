@@ -1,7 +1,4 @@
-"""Hidden-state store v1: what `manifest.json` and a shard's header hold. docs/hidden-state-format.md is the rule.
-
-Legend: T tokens of a shard, A aux layers, H target hidden.
-"""
+"""Hidden-state store: what `manifest.json` and a shard's header hold. docs/hidden-state-format.md is the rule."""
 
 from __future__ import annotations
 
@@ -10,23 +7,27 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from eagle3.data.store_layout import VERSIONS, LastRows, StoreLayout
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
-from eagle3.files import read_json
+from eagle3.files import parse_json_file, read_file, write_json_atomic
+from eagle3.sealed import SEAL, check_seal, write_sealed
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
+from eagle3.wiring.layers import is_int
 
 FORMAT = "eagle3-hidden-states"
-FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TARGET_HEAD_FILE = "target_head.safetensors"
 LOCK_FILE = "writer.lock"
 COMMIT_LOCK_FILE = "commit.lock"
 PROCESS_LOCK_FILES = "process-*.lock"
 METADATA_KEY = "eagle3"
-DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+LAST_ROWS = "last_hidden_rows"
+"""Key of the manifest that says for which tokens there are last hidden states (not in version 1: for all)."""
 
+_A_MANIFEST = "the manifest of a hidden-state store"
 _SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _RESTORE = "restore the folder from a copy, or extract again into an empty folder"
@@ -60,6 +61,10 @@ class ShardInfo(FileInfo):
     def tokens(self) -> int:
         return sum(sample.tokens for sample in self.samples)
 
+    @property
+    def supervised(self) -> int:
+        return sum(sample.supervised for sample in self.samples)
+
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "tokens": self.tokens, "samples": [vars(sample) for sample in self.samples]}
 
@@ -68,7 +73,7 @@ class ShardInfo(FileInfo):
 class Manifest:
     """All of `manifest.json`."""
 
-    contract: WiringContract
+    layout: StoreLayout
     settings: dict[str, Any]
     target_config: dict[str, Any]
     target_head: FileInfo
@@ -76,11 +81,17 @@ class Manifest:
     shards: tuple[ShardInfo, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def contract(self) -> WiringContract:
+        return self.layout.contract
+
     def to_dict(self) -> dict[str, Any]:
+        last_rows = {} if self.layout.version == 1 else {LAST_ROWS: self.layout.last_rows}
         return {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": self.layout.version,
             "contract": self.contract.to_dict(),
+            **last_rows,
             "settings": self.settings,
             "target_config": self.target_config,
             "target_head": vars(self.target_head),
@@ -108,24 +119,21 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if _SHARD_NAME.fullmatch(name)]
 
 
-def shard_metadata(samples: Iterable[SampleInfo]) -> dict[str, Any]:
+def shard_metadata(samples: Iterable[SampleInfo], version: int) -> dict[str, Any]:
     """The JSON object under `METADATA_KEY` in a shard's header."""
     listed = [{"id": sample.id, "tokens": sample.tokens} for sample in samples]
-    return {"format": FORMAT, "format_version": FORMAT_VERSION, "samples": listed}
+    return {"format": FORMAT, "format_version": version, "samples": listed}
 
 
-def shard_layout(contract: WiringContract, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> (safetensors dtype, shape) of a shard of T tokens, in the order of their bytes.
-
-    Larger elements come first, so that every tensor begins at a multiple of its element size.
-    """
-    dtype, hidden = DTYPE_CODES[contract.dtype], contract.hidden_size
-    return {
-        "input_ids": ("I32", (tokens,)),
-        "aux_hidden_states": (dtype, (tokens, len(contract.output_indices) * hidden)),
-        "last_hidden_states": (dtype, (tokens, hidden)),
-        "loss_mask": ("U8", (tokens,)),
-    }
+def sample_rows(samples: Iterable[SampleInfo], layout: StoreLayout) -> list[tuple[slice, slice]]:
+    """Each sample's rows in its shard: of what is there for every token, and of the last hidden states."""
+    rows, begin, last_begin = [], 0, 0
+    for sample in samples:
+        end = begin + sample.tokens
+        last_end = last_begin + (sample.tokens if layout.last_rows == "all" else sample.supervised)
+        rows.append((slice(begin, end), slice(last_begin, last_end)))
+        begin, last_begin = end, last_end
+    return rows
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -136,7 +144,20 @@ def load_manifest(folder: Path) -> Manifest:
             (every place is named).
     """
     path = folder / MANIFEST_FILE
-    return parse_manifest(read_json(path, "the manifest of a hidden-state store"), str(path))
+    raw = read_file(path, _A_MANIFEST)
+    value = parse_json_file(raw, path, _A_MANIFEST)
+    manifest = parse_manifest(value, str(path))
+    raise_problems([] if manifest.layout.version == 1 else check_seal(raw, str(path)))
+    return manifest
+
+
+def save_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replaces `manifest.json`, whole or not at all."""
+    path = folder / MANIFEST_FILE
+    if manifest.layout.version == 1:
+        write_json_atomic(path, manifest.to_dict())
+    else:
+        write_sealed(path, manifest.to_dict())
 
 
 def parse_manifest(value: object, where: str) -> Manifest:
@@ -145,10 +166,16 @@ def parse_manifest(value: object, where: str) -> Manifest:
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         message = f"is not a hidden-state store: format is {found!r}, expected {FORMAT!r}"
         raise problem_error(where, "store.format", message, "give the folder that `eagle3 extract` wrote")
-    if value.get("format_version") != FORMAT_VERSION:
-        message = f"has format version {value.get('format_version')!r}, this reader knows {FORMAT_VERSION}"
+    version = value.get("format_version")
+    if not is_int(version) or version not in VERSIONS:
+        message = f"has format version {version!r}, this reader knows {' and '.join(map(str, VERSIONS))}"
         raise problem_error(where, "store.format_version", message, "use the eagle3 that wrote it, or extract again")
-    problems = _check_fields(value, "", _MANIFEST_FIELDS, where)
+    fields = _MANIFEST_FIELDS if version == 1 else {**_MANIFEST_FIELDS, LAST_ROWS: str, SEAL: str}
+    problems = _check_fields(value, "", fields, where)
+    rows = value.get(LAST_ROWS)
+    if version > 1 and isinstance(rows, str) and rows not in get_args(LastRows):
+        message = f"{LAST_ROWS} is {rows!r}, expected one of {', '.join(get_args(LastRows))}"
+        problems.append(_problem(where, "manifest_value", message))
     contract = None
     if isinstance(value.get("contract"), dict):
         try:
@@ -168,7 +195,7 @@ def parse_manifest(value: object, where: str) -> Manifest:
     shards = tuple(_shard(shard) for shard in value["shards"])
     raise_problems(_check_repeats(shards, where))
     return Manifest(
-        contract=contract,
+        layout=StoreLayout(contract, value.get(LAST_ROWS, "all"), version),
         settings=value["settings"],
         target_config=value["target_config"],
         target_head=FileInfo(**value["target_head"]),

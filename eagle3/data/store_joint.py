@@ -33,9 +33,11 @@ from eagle3.data.store_format import (
     ShardInfo,
     load_manifest,
     process_lock_file,
+    save_manifest,
 )
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import explained_os_errors, write_json_atomic
+from eagle3.files import explained_os_errors
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -50,7 +52,7 @@ class JointStore:
         folder: of the store; made if absent.
         contract: what the states are.
         settings: what the samples depend on; see `Settings`.
-        target_config, target_head, provenance: as of `StoreWriter`.
+        target_config, target_head, provenance, last_rows: as of `StoreWriter`.
         index, count: this process's number and how many there are.
 
     Raises:
@@ -68,12 +70,14 @@ class JointStore:
         provenance: Mapping[str, Any],
         index: int = 0,
         count: int = 1,
+        last_rows: LastRows = "supervised",
     ) -> None:
         self.folder = Path(folder)
         self.redone: list[Problem] = []
         """Shards of an earlier run that were found damaged and dropped."""
         self._number = self.folder / process_lock_file(index)
         self._held: list[IO[str]] = []
+        layout = StoreLayout(contract, last_rows)
         raise_problems(check_head(target_head, contract))
         with explained_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +85,10 @@ class JointStore:
             try:
                 raise_problems(check_output(self.folder))
                 alone = self._join(index, count)
-                manifest = self._resumed(contract, settings, target_head, alone)
+                manifest = self._resumed(layout, settings, target_head, alone)
                 if manifest is None:
                     given = settings(None)
-                    manifest = begin_manifest(self.folder, contract, given, target_config, target_head, provenance)
+                    manifest = begin_manifest(self.folder, layout, given, target_config, target_head, provenance)
                 self._save(manifest)
             except BaseException:  # Ctrl-C too: locks that nobody holds on to would bar the next try; raised again
                 self._release()
@@ -139,7 +143,7 @@ class JointStore:
         return alone
 
     def _resumed(
-        self, contract: WiringContract, settings: Settings, head: Mapping[str, torch.Tensor], alone: bool
+        self, layout: StoreLayout, settings: Settings, head: Mapping[str, torch.Tensor], alone: bool
     ) -> Manifest | None:
         if alone:
             remove_temporary_files(self.folder)
@@ -147,8 +151,8 @@ class JointStore:
             return None
         given = settings(load_manifest(self.folder).settings)
         if not alone:  # the first of the processes compared the head and looked for damage
-            return check_resume(self.folder, contract, given)
-        manifest, self.redone = resume_manifest(self.folder, contract, given, head)
+            return check_resume(self.folder, layout, given)
+        manifest, self.redone = resume_manifest(self.folder, layout, given, head)
         return manifest
 
     def _opened(self, name: str) -> IO[str]:
@@ -172,7 +176,7 @@ class JointStore:
             yield
 
     def _save(self, manifest: Manifest) -> None:
-        write_json_atomic(self.folder / MANIFEST_FILE, manifest.to_dict())
+        save_manifest(self.folder, manifest)
 
 
 def _locked(handle: IO[str], kind: int) -> bool:

@@ -69,6 +69,7 @@ def _identity(source: Source) -> list[Any]:
 def _differences(first: Source, other: Source, allow_different_data: bool) -> Iterator[Problem]:
     mine, theirs = str(first.folder), str(other.folder)
     yield from first.manifest.contract.compare(other.manifest.contract, mine, theirs)
+    yield from _layout_differences(first, other)
     if first.manifest.target_head.sha256 != other.manifest.target_head.sha256:
         message = f"holds another embedding, norm or head than {mine}"
         yield Problem(theirs, "merge.target_head", message, "extract both from the same weights")
@@ -79,6 +80,17 @@ def _differences(first: Source, other: Source, allow_different_data: bool) -> It
         if key == DATA_SETTING:
             fix = "pass --allow-different-data if they are to be one data set"
         yield Problem(theirs, "merge.settings", f"settings.{key} is {others} here, {ours} in {mine}", fix)
+
+
+def _layout_differences(first: Source, other: Source) -> Iterator[Problem]:
+    ours, others = first.manifest.layout, other.manifest.layout
+    fix = "make one of them anew with `eagle3 extract --from`"
+    if ours.version != others.version:
+        message = f"is of format version {others.version}, {first.folder} of version {ours.version}"
+        yield Problem(str(other.folder), "merge.version", message, fix)
+    elif ours.last_rows != others.last_rows:
+        message = f"has last hidden states for {others.last_rows} tokens, {first.folder} for {ours.last_rows}"
+        yield Problem(str(other.folder), "merge.last_rows", message, fix)
 
 
 def _duplicates(sources: Sequence[Source]) -> Iterator[Problem]:

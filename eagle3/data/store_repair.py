@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, Manifest, ShardInfo, load_manifest
+from eagle3.data.store_format import LOCK_FILE, Manifest, ShardInfo, load_manifest, save_manifest
 from eagle3.data.store_verify import verify_manifest
 from eagle3.data.verify_record import check_outside
 from eagle3.errors import Problem
@@ -17,7 +17,6 @@ from eagle3.files import (
     explained_os_errors,
     only_writer,
     sync_folder,
-    write_json_atomic,
     write_text_atomic,
 )
 from eagle3.wiring.report import render_json, render_text
@@ -110,7 +109,7 @@ def repair(
         if yes and (report.dropped or report.head):
             bad = [shard.file for shard in report.dropped] + ([manifest.target_head.file] if report.head else [])
             with _set_aside([folder / name for name in bad]):
-                write_json_atomic(folder / MANIFEST_FILE, repaired.to_dict())
+                save_manifest(folder, repaired)
     return report
 
 

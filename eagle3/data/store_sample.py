@@ -1,6 +1,6 @@
 """One sample of a hidden-state store in memory: what it must look like, and how samples become a shard.
 
-Legend: T tokens of a sample, A aux layers, H target hidden.
+Legend: T tokens of a sample, S supervised ones, A aux layers, H target hidden.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle3.data.store_format import METADATA_KEY, SampleInfo, shard_layout, shard_metadata
+from eagle3.data.store_format import METADATA_KEY, SampleInfo, shard_metadata
+from eagle3.data.store_layout import StoreLayout
+from eagle3.draft.states import quantize
 from eagle3.wiring.contract import WiringContract
 
 
@@ -23,8 +25,9 @@ class StoredSample:
         id: unique in the store.
         input_ids: [T], int32 as read (any integer type may be written).
         loss_mask: bool [T], true at supervised tokens.
-        aux_hidden_states: [T, A * H], the captured layers concatenated in ascending order, in the contract's dtype.
-        last_hidden_states: [T, H], in the contract's dtype; the contract says whether they are normed.
+        aux_hidden_states: [T, A * H], the captured layers concatenated in ascending order, in the layout's value type
+            (the contract's; bfloat16 for an fp8 store).
+        last_hidden_states: [T, H], or [S, H] of the supervised tokens alone; the contract says whether they are normed.
     """
 
     id: str
@@ -37,35 +40,59 @@ class StoredSample:
     def info(self) -> SampleInfo:
         return SampleInfo(self.id, self.input_ids.numel(), int(self.loss_mask.sum()))
 
+    @property
+    def supervised_last(self) -> torch.Tensor:
+        """[S, H], the last hidden states of the supervised tokens."""
+        last = self.last_hidden_states
+        return last[self.loss_mask] if len(last) == len(self.loss_mask) else last
+
 
 def shard_content(
-    samples: Sequence[StoredSample], contract: WiringContract
+    samples: Sequence[StoredSample], layout: StoreLayout
 ) -> tuple[dict[str, list[torch.Tensor]], dict[str, str]]:
     """What `write_tensor_file` needs to write these samples as one shard: tensors as blocks, and metadata."""
-    columns = {
-        "input_ids": [sample.input_ids.to(torch.int32) for sample in samples],
-        "loss_mask": [sample.loss_mask.to(torch.uint8) for sample in samples],
-        "aux_hidden_states": [sample.aux_hidden_states for sample in samples],
-        "last_hidden_states": [sample.last_hidden_states for sample in samples],
+    parts = [_stored(sample, layout) for sample in samples]
+    infos = [sample.info for sample in samples]
+    names = layout.tensors(sum(info.tokens for info in infos), sum(info.supervised for info in infos))
+    return {name: [part[name] for part in parts] for name in names}, header_metadata(infos, layout.version)
+
+
+def _stored(sample: StoredSample, layout: StoreLayout) -> dict[str, torch.Tensor]:
+    """A sample's rows of each tensor of a shard."""
+    aux = sample.aux_hidden_states
+    last = sample.last_hidden_states if layout.last_rows == "all" else sample.supervised_last
+    tokens = {"input_ids": sample.input_ids.to(layout.ids_dtype), "loss_mask": sample.loss_mask.to(torch.uint8)}
+    if not layout.scaled:
+        return {**tokens, "aux_hidden_states": aux, "last_hidden_states": last}
+    values, scales = quantize(aux.unflatten(1, (-1, layout.contract.hidden_size)))
+    last_values, last_scales = quantize(last)
+    return {
+        **tokens,
+        "aux_hidden_states": values.flatten(1),
+        "last_hidden_states": last_values,
+        "aux_scales": scales,
+        "last_scales": last_scales,
     }
-    layout = shard_layout(contract, sum(sample.input_ids.numel() for sample in samples))
-    return {name: columns[name] for name in layout}, header_metadata(sample.info for sample in samples)
 
 
-def header_metadata(samples: Iterable[SampleInfo]) -> dict[str, str]:
+def header_metadata(samples: Iterable[SampleInfo], version: int) -> dict[str, str]:
     """The text entries of a shard's header."""
-    text = json.dumps(shard_metadata(samples), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(shard_metadata(samples, version), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {METADATA_KEY: text}
 
 
-def sample_faults(sample: StoredSample, contract: WiringContract) -> list[tuple[str, str]]:
-    """(kind, message) of everything that bars this sample from a store of that contract."""
-    tokens, hidden, dtype = sample.input_ids.numel(), contract.hidden_size, getattr(torch, contract.dtype)
+def sample_faults(sample: StoredSample, layout: StoreLayout) -> list[tuple[str, str]]:
+    """(kind, message) of everything that bars this sample from a store of that layout."""
+    contract, dtype = layout.contract, layout.value_dtype
+    tokens, hidden = sample.input_ids.numel(), contract.hidden_size
     faults = token_faults(sample.id, sample.input_ids, contract)
+    last = tokens
+    if layout.last_rows == "supervised" and len(sample.last_hidden_states) != tokens:
+        last = int(sample.loss_mask.sum())
     expected = {
         "loss_mask": (torch.bool, (tokens,)),
         "aux_hidden_states": (dtype, (tokens, len(contract.output_indices) * hidden)),
-        "last_hidden_states": (dtype, (tokens, hidden)),
+        "last_hidden_states": (dtype, (last, hidden)),
     }
     for name, (kind, shape) in expected.items():
         tensor = getattr(sample, name)

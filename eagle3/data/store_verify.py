@@ -16,8 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle3.data.store_check import REDO, check_store, samples_said
-from eagle3.data.store_format import FileInfo, Manifest, SampleInfo, ShardInfo, load_manifest
+from eagle3.data.store_format import FileInfo, Manifest, SampleInfo, ShardInfo, load_manifest, sample_rows
+from eagle3.data.store_layout import StoreLayout
 from eagle3.data.verify_record import VerifyRecord
+from eagle3.draft.states import FP8, are_scales, has_nan
 from eagle3.errors import Problem, ProblemsError
 from eagle3.files import sha256_file
 from eagle3.progress import progress
@@ -93,7 +95,7 @@ def _check_files(
     pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     with progress("verify", sum(map(_tokens, files)), "tokens") as advance:
         try:
-            futures = {pool.submit(check_file, folder, file, manifest.contract): file for file in files}
+            futures = {pool.submit(check_file, folder, file, manifest.layout): file for file in files}
             for future in as_completed(futures):
                 file = futures[future]
                 found[file.file] = future.result()
@@ -105,11 +107,11 @@ def _check_files(
     return [problem for file in files for problem in found[file.file]]
 
 
-def check_file(folder: Path, file: FileInfo, contract: WiringContract) -> list[Problem]:
+def check_file(folder: Path, file: FileInfo, layout: StoreLayout) -> list[Problem]:
     """What is wrong with the bytes of a shard or of the target head, whose size and header are right."""
     try:
         problems = _check_sum(folder, file)
-        return problems + (_check_values(folder, file, contract) if isinstance(file, ShardInfo) else [])
+        return problems + (_check_values(folder, file, layout) if isinstance(file, ShardInfo) else [])
     except (OSError, SafetensorError) as error:  # a disk that fails, or the file changed since its header was checked
         message = f"cannot be read: {getattr(error, 'strerror', None) or error} {samples_said(file)}".rstrip()
         return [Problem(str(folder / file.file), "store.unreadable", message, _REDO_DEEP)]
@@ -123,23 +125,20 @@ def _check_sum(folder: Path, file: FileInfo) -> list[Problem]:
     return [Problem(str(path), "store.checksum", message, _REDO_DEEP)]
 
 
-def _check_values(folder: Path, shard: ShardInfo, contract: WiringContract) -> list[Problem]:
+def _check_values(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:
     """The values of every sample, a chunk of rows at a time."""
-    problems, row = [], 0
+    problems, rows = [], sample_rows(shard.samples, layout)
     with safe_open(folder / shard.file, "pt") as file:
-        for sample in shard.samples:
-            end = row + sample.tokens
-            for kind, message in _value_faults(file, row, end, sample, contract):
+        for sample, (every, last) in zip(shard.samples, rows, strict=True):
+            faults = [*_token_faults(file, every, sample, layout.contract), *_state_faults(file, every, last, layout)]
+            for kind, message in faults:
                 text = f"sample {sample.id!r} {message}"
                 problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
-            row = end
     return problems
 
 
-def _value_faults(
-    file: Any, row: int, end: int, sample: SampleInfo, contract: WiringContract
-) -> Iterator[tuple[str, str]]:
-    ids, mask = file.get_slice("input_ids")[row:end], file.get_slice("loss_mask")[row:end]
+def _token_faults(file: Any, rows: slice, sample: SampleInfo, contract: WiringContract) -> Iterator[tuple[str, str]]:
+    ids, mask = file.get_slice("input_ids")[rows].int(), file.get_slice("loss_mask")[rows]
     if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
         message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
         yield "ids_out_of_range", message
@@ -147,15 +146,22 @@ def _value_faults(
         yield "loss_mask", f"has {mask.max()} in its loss mask, expected 0 or 1"
     elif mask.sum() != sample.supervised:
         yield "loss_mask", f"has {mask.sum()} supervised tokens, the manifest says {sample.supervised}"
-    for name in ("aux_hidden_states", "last_hidden_states"):
-        rows = file.get_slice(name)
-        chunks = (rows[begin : min(begin + _CHUNK_TOKENS, end)] for begin in range(row, end, _CHUNK_TOKENS))
-        if not all(_finite(chunk) for chunk in chunks):
+
+
+def _state_faults(file: Any, every: slice, last: slice, layout: StoreLayout) -> Iterator[tuple[str, str]]:
+    for name, rows in (("aux_hidden_states", every), ("last_hidden_states", last)):
+        states, begins = file.get_slice(name), range(rows.start, rows.stop, _CHUNK_TOKENS)
+        if not all(_finite(states[begin : min(begin + _CHUNK_TOKENS, rows.stop)]) for begin in begins):
             yield "non_finite", f"has NaN or infinity in its {name}"
+    for name, rows in (("aux_scales", every), ("last_scales", last)) if layout.scaled else ():
+        if rows.stop > rows.start and not are_scales(file.get_slice(name)[rows]):
+            yield "scale", f"has numbers in its {name} that are no powers of two"
 
 
 def _finite(states: torch.Tensor) -> bool:
     """Whether all is finite: NaN reaches both ends, and infinity is one. Fifty times as fast as `isfinite`."""
+    if states.dtype == FP8:
+        return not has_nan(states)
     low, high = states.aminmax()
     return bool(torch.isfinite(low) and torch.isfinite(high))
 

@@ -19,11 +19,12 @@ from eagle3.data.store_folder import (
     remove_temporary_files,
     resume_manifest,
 )
-from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, ShardInfo, shard_files, shard_name
+from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, ShardInfo, save_manifest, shard_files, shard_name
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.data.store_sample import StoredSample, sample_faults, shard_content
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import explained_os_errors, write_atomic, write_json_atomic
+from eagle3.files import explained_os_errors, write_atomic
 from eagle3.wiring.contract import WiringContract
 
 
@@ -41,6 +42,7 @@ class StoreWriter:
         target_head: `embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] unless tied.
         provenance: command line, versions and so on, recorded when the store is created; never compared.
         other_states: gives further layers' states for the fingerprint, see `make_fingerprint`.
+        last_rows: for which tokens last hidden states are stored.
 
     Raises:
         ProblemsError: another writer is at work; the store has other settings or another contract (every
@@ -56,9 +58,11 @@ class StoreWriter:
         target_head: Mapping[str, torch.Tensor],
         provenance: Mapping[str, Any] | None = None,
         other_states: OtherStates | None = None,
+        last_rows: LastRows = "supervised",
     ) -> None:
         self.folder = Path(folder)
         self._other_states = other_states
+        layout = StoreLayout(contract, last_rows)
         self.redone: list[Problem] = []
         """Shards of an earlier run that were found damaged and dropped, to be extracted again."""
         raise_problems(check_head(target_head, contract))
@@ -70,10 +74,10 @@ class StoreWriter:
             raise_problems(check_output(self.folder))
             remove_temporary_files(self.folder)
             if (self.folder / MANIFEST_FILE).exists():
-                self._manifest, self.redone = resume_manifest(self.folder, contract, settings, target_head)
+                self._manifest, self.redone = resume_manifest(self.folder, layout, settings, target_head)
             else:
                 self._manifest = begin_manifest(
-                    self.folder, contract, settings, target_config, target_head, provenance or {}
+                    self.folder, layout, settings, target_config, target_head, provenance or {}
                 )
             self._save_manifest()
             self._remove_unlisted_shards()
@@ -94,13 +98,13 @@ class StoreWriter:
         raise_problems(self._check_samples(samples))
         fingerprint = self._manifest.fingerprint
         if fingerprint is None:
-            fingerprint = make_fingerprint(samples, self._manifest.contract, self._other_states)
+            fingerprint = make_fingerprint(samples, self._manifest.layout, self._other_states)
         path = self.folder / self._free_name()
         checksum = ""
 
         def write(temporary: Path) -> None:
             nonlocal checksum
-            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.contract))
+            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.layout))
 
         write_atomic(path, write)
         shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
@@ -136,7 +140,7 @@ class StoreWriter:
         problems, ids = [], Counter(sample.id for sample in samples)
         for sample in samples:
             where = f"{self.folder}: sample {sample.id!r}"
-            for kind, message in sample_faults(sample, self._manifest.contract):
+            for kind, message in sample_faults(sample, self._manifest.layout):
                 problems.append(Problem(where, f"store.{kind}", message, "correct what made this sample"))
             if sample.id in self.completed or ids[sample.id] > 1:
                 message = "is already in the store, or given twice"
@@ -148,7 +152,7 @@ class StoreWriter:
         return next(name for number in range(len(taken) + 1) if (name := shard_name(number)) not in taken)
 
     def _save_manifest(self) -> None:
-        write_json_atomic(self.folder / MANIFEST_FILE, self._manifest.to_dict())
+        save_manifest(self.folder, self._manifest)
 
     def _remove_unlisted_shards(self) -> None:
         listed = {shard.file for shard in self._manifest.shards}

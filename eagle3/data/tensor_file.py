@@ -23,6 +23,8 @@ _CODES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }

@@ -1,6 +1,6 @@
 """What one forward pass reads.
 
-Shapes: B rows, T tokens, A aux layers, H target hidden.
+Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden, R chosen ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from eagle3.draft.states import dequantize
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,12 @@ class DraftBatch:
         input_ids: int64 [B, T].
         loss_mask: bool [B, T], true at supervised tokens.
         aux: [B, T, A * H], the captured layers, concatenated in ascending order.
-        last_hidden: [B, T, H], the last hidden states; `TargetHead.kind` says whether they are normed.
+        last_hidden: [L, H], the last hidden states of the supervised tokens, in the order of `loss_mask`;
+            `TargetHead.kind` says whether they are normed.
         document_ids: int64 [B, T]; each document is one run of equal ids >= 0, padding is -1.
         position_ids: int64 [B, T], the tokens' positions in their documents.
         sample_ids: the samples inside, for messages.
+        aux_scales, last_scales: float32 [B, T, A] and [L], where states are fp8 (see `eagle3.draft.states`).
     """
 
     input_ids: torch.Tensor
@@ -32,18 +36,32 @@ class DraftBatch:
     document_ids: torch.Tensor
     position_ids: torch.Tensor
     sample_ids: list[str]
+    aux_scales: torch.Tensor | None = None
+    last_scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
-        for tensor in (
-            self.loss_mask,
-            self.document_ids,
-            self.position_ids,
-            self.aux[..., 0],
-            self.last_hidden[..., 0],
-        ):
+        for tensor in (self.loss_mask, self.document_ids, self.position_ids, self.aux[..., 0]):
             assert tensor.shape == shape, (tensor.shape, shape)
         assert self.loss_mask.dtype == torch.bool, self.loss_mask.dtype
+        assert self.last_hidden.ndim == 2, self.last_hidden.shape
+
+    def aux_rows(self, places: torch.Tensor) -> torch.Tensor:
+        """[R, A * H], the captured layers of tokens at flat places int64 [R] in B * T."""
+        if self.aux_scales is None:
+            return self.aux.flatten(0, 1).index_select(0, places)
+        scales = self.aux_scales.flatten(0, 1).index_select(0, places)
+        return dequantize(_rows(self.aux.flatten(0, 1), places).unflatten(1, (scales.shape[1], -1)), scales).flatten(1)
+
+    def last_rows(self, places: torch.Tensor) -> torch.Tensor:
+        """[R, H], the last hidden states of tokens at flat places int64 [R] in B * T; zeros where not supervised."""
+        mask = self.loss_mask.flatten()
+        rows = (mask.cumsum(0) - 1).clamp(min=0).index_select(0, places)
+        if self.last_scales is None:
+            states = self.last_hidden.index_select(0, rows)
+        else:
+            states = dequantize(_rows(self.last_hidden, rows), self.last_scales.index_select(0, rows))
+        return states.masked_fill(~mask.index_select(0, places)[:, None], 0)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DraftBatch:
         """The same batch on `device`."""
@@ -52,3 +70,8 @@ class DraftBatch:
             for name, value in vars(self).items()
         }
         return DraftBatch(**moved)
+
+
+def _rows(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows of an fp8 tensor, which has no `index_select` of its own on every device."""
+    return values.view(torch.uint8).index_select(0, places).view(values.dtype)

@@ -100,22 +100,9 @@ def shifted(x: torch.Tensor, by: int, fill: int | bool) -> torch.Tensor:
 
 
 @torch.no_grad()
-def target_argmax(head: TargetHead, last_hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The target's greedy token over the full vocab, at `rows` only.
-
-    Args:
-        head: the target's head.
-        last_hidden: [B, T, H].
-        rows: int64 [R], flat places in B * T.
-
-    Returns:
-        int64 [B, T], -1 elsewhere.
-    """
-    result = torch.full((last_hidden.shape[0] * last_hidden.shape[1],), -1, device=last_hidden.device)
-    states = last_hidden.flatten(0, 1)
-    for chunk in rows.split(_ARGMAX_ROWS):
-        result[chunk] = head.logits(states.index_select(0, chunk)).argmax(-1)
-    return result.view(last_hidden.shape[:2])
+def target_argmax(head: TargetHead, last_hidden: torch.Tensor) -> torch.Tensor:
+    """The target's greedy token over the full vocab, int64 [R], at rows [R, H] of its last hidden states."""
+    return torch.cat([head.logits(rows).argmax(-1) for rows in last_hidden.split(_ARGMAX_ROWS)])
 
 
 def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class TermCounts:
     Attributes:
         active: int64 [K], active terms.
         in_vocab: int64 [K], those whose target argmax is in the draft vocab: the loss's denominators.
-        target_argmax: int64 [B, T], the target's greedy token over the full vocab where a term reads it, else -1.
+        target_argmax: int64 [R of step 0], the target's greedy token over the full vocab at the plan's teacher places.
         plan: what to compute.
     """
 
@@ -63,8 +63,8 @@ class TTTOutput:
 def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
     """Plans a batch and counts its terms; reads the target's head at the needed rows only."""
     plan = plan_chains(batch.loss_mask, batch.document_ids, ttt.steps, ttt.chain_rule)
-    argmax = target_argmax(head, batch.last_hidden, plan.teacher_places)
-    known = vocab.to_draft(argmax.flatten()[plan.teacher_places]) >= 0
+    argmax = target_argmax(head, batch.last_rows(plan.teacher_places))
+    known = vocab.to_draft(argmax) >= 0
     return TermCounts(
         active=torch.stack([rows.active.sum() for rows in plan.steps]),
         in_vocab=torch.stack([(rows.active & known[rows.ahead]).sum() for rows in plan.steps]),
@@ -104,10 +104,9 @@ class TTTLoss(nn.Module):
         """
         if not counts.plan.document_sources:
             return self._nothing(counts)
-        vocab, places = self.vocab, counts.plan.teacher_places
+        vocab, targets = self.vocab, counts.target_argmax
         with torch.no_grad():
-            teacher = head.logits(batch.last_hidden.flatten(0, 1).index_select(0, places), vocab.ids)
-        targets = counts.target_argmax.flatten()[places]
+            teacher = head.logits(batch.last_rows(counts.plan.teacher_places), vocab.ids)
         known = vocab.to_draft(targets) >= 0
         losses, correct = [], []
         for rows, output in zip(counts.plan.steps, unroll(self.model, batch, counts.plan), strict=True):
@@ -133,7 +132,7 @@ def unroll(model: DraftModel, batch: DraftBatch, plan: ChainPlan) -> Iterator[to
     embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1])
     positions = batch.position_ids.flatten()[plan.sources]
     turn = cos_sin(config.rope, config.head_dim, positions)
-    hidden = model.fuse(batch.aux.flatten(0, 1).index_select(0, plan.sources))
+    hidden = model.fuse(batch.aux_rows(plan.sources))
     x = layer.join(embedded, hidden)
     keys, values = attention.key_value(x, turn)
     own_keys = own_values = keys.new_empty(len(keys), 0, *keys.shape[1:])

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 import torch
 
 from eagle3.config import ExtractConfig
-from eagle3.config.schema import Dtype
+from eagle3.config.schema import StoreDtype
 from eagle3.data.store_check import check_shard
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import Problem, ProblemsError
 from eagle3.files import size_text
 from eagle3.target.engines.sglang_server import newest_start_command
@@ -74,11 +76,12 @@ def dry_run(cfg: ExtractConfig, by_dtype: bool = False) -> DryRun:
 
 
 def _by_dtype(plan: ExtractPlan) -> Iterator[str]:
-    table = [("store_dtype", "bytes a token", "all samples")]
-    for dtype in get_args(Dtype):
-        sizes = replace(plan, cfg=plan.cfg.model_copy(update={"store_dtype": dtype})).sizes
-        chosen = " (this config)" if dtype == plan.cfg.store_dtype else ""
-        table.append((dtype, f"{sum(sizes) / plan.prepared.tokens:,.0f}", f"{size_text(sum(sizes))}{chosen}"))
+    table = [("store_dtype", "last_hidden_rows", "bytes a token", "all samples")]
+    for dtype, rows in product(get_args(StoreDtype), get_args(LastRows)):
+        layout = StoreLayout(replace(plan.contract, dtype=dtype), rows)
+        size = layout.tensor_bytes(plan.prepared.tokens, plan.prepared.supervised_tokens)
+        chosen = " (this config)" if layout == plan.layout else ""
+        table.append((dtype, rows, f"{size / plan.prepared.tokens:,.0f}", f"{size_text(size)}{chosen}"))
     yield from aligned(table)
 
 
@@ -95,7 +98,7 @@ def _streamed(stream: StreamPlan) -> Iterator[str]:
     yield from stream.memory.lines()
     manifest = begun_manifest(stream.plan)
     if manifest is not None:
-        sound = [shard for shard in manifest.shards if not check_shard(stream.plan.folder, shard, manifest.contract)]
+        sound = [shard for shard in manifest.shards if not check_shard(stream.plan.folder, shard, manifest.layout)]
         if bad := len(manifest.shards) - len(sound):
             yield f"{bad:,} shards are missing or damaged, and are done again"
         manifest = replace(manifest, shards=tuple(sound))

@@ -105,7 +105,7 @@ def _extract(plan: ExtractPlan) -> int:
         kind=cfg.last_hidden_states,
     )
     ids = [sample.id for sample in plan.samples]
-    self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.store_dtype)
+    self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.layout.value_dtype)
     head_tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     with open_store(plan, head_tensors, engine.neighbours) as writer:
         return extract_missing(plan, engine, writer)
@@ -127,4 +127,4 @@ def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) ->
     ids, tokens = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     captures = capture_samples(engine, ids, tokens, plan.aux_width)
     for index, sample, capture in zip(chosen, samples, captures, strict=True):
-        yield index, stored_sample(sample, capture, plan.store_dtype)
+        yield index, stored_sample(sample, capture, plan.layout.value_dtype)

@@ -21,6 +21,7 @@ from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
 from eagle3.data.store_check import check_store
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
+from eagle3.data.store_layout import StoreLayout
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import existing_folder, size_text
 from eagle3.target.engine_choice import resolve_engine
@@ -32,7 +33,6 @@ from eagle3.target.source import Source, read_source
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import LayerWiring
 
-_TOKEN_BYTES = torch.int32.itemsize + torch.uint8.itemsize
 _SKIP = "leave it out, or pass data.skip_bad=true"
 
 
@@ -57,9 +57,9 @@ class ExtractPlan:
         return Path(self.cfg.output)
 
     @property
-    def store_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.cfg.store_dtype)
-        return dtype
+    def layout(self) -> StoreLayout:
+        """Of the store."""
+        return StoreLayout(self.contract, self.cfg.last_hidden_rows)
 
     @property
     def aux_width(self) -> int:
@@ -68,8 +68,7 @@ class ExtractPlan:
     @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each sample in a shard."""
-        per_token = (self.aux_width + self.contract.hidden_size) * self.store_dtype.itemsize + _TOKEN_BYTES
-        return [len(sample.input_ids) * per_token for sample in self.samples]
+        return [self.layout.tensor_bytes(len(item.input_ids), sum(item.loss_mask)) for item in self.samples]
 
     @property
     def head_bytes(self) -> int:
@@ -213,7 +212,7 @@ def check_resume(plan: ExtractPlan) -> bool:
     raise_problems(store_folder.check_output(plan.folder))
     if not (plan.folder / MANIFEST_FILE).exists():
         return False
-    manifest = store_folder.check_resume(plan.folder, plan.contract, plan.settings)
+    manifest = store_folder.check_resume(plan.folder, plan.layout, plan.settings)
     stored = {sample.id for shard in manifest.shards for sample in shard.samples}
     return stored == {sample.id for sample in plan.samples} and not check_store(plan.folder, manifest)
 

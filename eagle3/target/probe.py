@@ -64,13 +64,16 @@ FIXES = {
 
 @dataclass(frozen=True)
 class _Stored:
-    """Stored states of one sample: their tokens and, by slot, [rows, channels]."""
+    """Stored states of one sample: their tokens and, by slot, [rows, channels]; rows are those of `positions`, the last
+    slot's those of `last_positions` (default: from 0).
+    """
 
     name: str
     token_ids: list[int]
     slots: list[torch.Tensor]
     positions: list[int] | None = None
     channels: list[int] | None = None
+    last_positions: list[int] | None = None
 
 
 def probe_dataset(
@@ -100,7 +103,7 @@ def probe_dataset(
     """
     fingerprint, contract = load_fingerprint(folder)
     recorded = _recorded(folder)
-    computed = dtype or recorded.get("dtype", contract.dtype)
+    computed = dtype or recorded.get("dtype", "bfloat16" if contract.dtype == "float8_e4m3fn" else contract.dtype)
     config = TargetConfig(path=target, dtype=computed, device=device)
     files = find_target(config)
     different = compare_target(contract, files.facts)
@@ -145,6 +148,7 @@ def _stored(
         slots=[torch.tensor(rows) for rows in fingerprint.slots(contract)],
         positions=list(fingerprint.positions),
         channels=list(fingerprint.channels),
+        last_positions=list(fingerprint.positions),
     )
     if not samples or not (folder / MANIFEST_FILE).is_file():
         return [printed], ["note: only the fingerprint was compared"]
@@ -161,7 +165,12 @@ def _pick(reader: StoreReader, samples: int) -> list[int]:
 def _read(reader: StoreReader, index: int) -> _Stored:
     sample = reader.read(index)
     aux = sample.aux_hidden_states[:_TOKENS].split(reader.contract.hidden_size, dim=-1)
-    return _Stored(sample.id, sample.input_ids[:_TOKENS].tolist(), [*aux, sample.last_hidden_states[:_TOKENS]])
+    last, places = sample.last_hidden_states[:_TOKENS], None
+    if reader.layout.last_rows == "supervised":
+        places = sample.loss_mask[:_TOKENS].nonzero().flatten().tolist()
+        last = sample.last_hidden_states[: len(places)]
+    slots = [*aux, last] if len(last) else list(aux)
+    return _Stored(sample.id, sample.input_ids[:_TOKENS].tolist(), slots, last_positions=places)
 
 
 def _states(
@@ -203,7 +212,8 @@ def _measured(stored: _Stored, states: States, contract: WiringContract, allowed
         states = {boundary: rows[:, stored.channels] for boundary, rows in states.items()}
     if POST_NORM in states:
         expected.append((LAST_SLOT, kind))
+    rows = [*([stored.positions] * contract.wiring.num_aux), stored.last_positions]
     return [
-        measure(name, boundary, found, states, allowed=allowed, sample=stored.name, found_rows=stored.positions)
-        for (name, boundary), found in zip(expected, stored.slots, strict=False)
+        measure(name, boundary, found, states, allowed=allowed, sample=stored.name, found_rows=at)
+        for (name, boundary), found, at in zip(expected, stored.slots, rows, strict=False)
     ]

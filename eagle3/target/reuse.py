@@ -27,16 +27,17 @@ def changes(plan: ExtractPlan) -> list[str]:
 
 
 def reusable(plan: ExtractPlan) -> StoreReader | None:
-    """The store to copy from: the same target in the same type, all of the layers, no wider type; else None."""
+    """The store to copy from: the same target in the same type, all layers and rows, no wider type; else None."""
     if plan.cfg.from_store is None:
         return None
     reader = StoreReader(plan.cfg.from_store)
     old, new = reader.contract, plan.contract
-    narrower = old.dtype == new.dtype or old.dtype == "float32"
+    narrower = old.dtype in (new.dtype, "float32") or (plan.layout.scaled and old.dtype == "bfloat16")
+    rows = reader.layout.last_rows in ("all", plan.layout.last_rows)
     same = all(getattr(old, name) == getattr(new, name) for name in _SAME)
     same = same and reader.settings.get("target") == plan.settings["target"]
     covered = set(new.output_indices) <= set(old.output_indices)
-    return reader if same and narrower and covered else None
+    return reader if same and narrower and rows and covered else None
 
 
 def copy_states(plan: ExtractPlan, reader: StoreReader) -> int:
@@ -47,7 +48,7 @@ def copy_states(plan: ExtractPlan, reader: StoreReader) -> int:
         return write_missing(
             plan,
             writer,
-            lambda missing: ((index, _copied(reader, index, slots, plan.store_dtype)) for index in missing),
+            lambda missing: ((index, _copied(reader, index, slots, plan.layout.value_dtype)) for index in missing),
             "copy",
         )
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from eagle3.data.store_layout import StoreLayout
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.capture import Capture
@@ -69,7 +70,7 @@ def check_served(
     ]
     captures = [engine.split(answer, tokens, vocab_size) for answer, tokens in zip(answers, batch, strict=True)]
     problems = [*_check_dtype(engine.client.url, captures, dtype)]
-    last = [capture.last_hidden_states.to(getattr(torch, contract.dtype)) for capture in captures]
+    last = [capture.last_hidden_states.to(StoreLayout(contract).value_dtype) for capture in captures]
     problems += _check_logits(engine.client.url, batch, answers, last, head)
     if local is not None:
         allowed = allowed_error(dtype, dtype)

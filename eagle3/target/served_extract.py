@@ -74,7 +74,7 @@ def _connect(plan: ExtractPlan, stack: ExitStack) -> tuple[SglangEngine, Served]
         client,
         contract.hidden_size,
         contract.wiring.num_aux,
-        plan.store_dtype,
+        plan.layout.value_dtype,
         served.start,
         last_states,
         server.concurrency,
@@ -117,4 +117,4 @@ def _asked(plan: ExtractPlan, engine: SglangEngine, missing: Sequence[int]) -> I
     """A shard's samples, all asked for at once: the server and `server.concurrency` say how many run."""
     captures = engine.stream([plan.samples[index].input_ids for index in missing])
     for index, capture in zip(missing, captures, strict=True):
-        yield index, stored_sample(plan.samples[index], capture, plan.store_dtype)
+        yield index, stored_sample(plan.samples[index], capture, plan.layout.value_dtype)

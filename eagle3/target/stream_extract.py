@@ -97,7 +97,7 @@ def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
     samples = stream.plan.samples
     ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
     with explained_loading(stream.plan.files.folder):  # a config that contradicts itself fails here, in any way
-        self_check_streamed(engine, ids, batch, stream.plan.store_dtype)
+        self_check_streamed(engine, ids, batch, stream.plan.layout.value_dtype)
 
 
 def _is_done(stream: StreamPlan) -> bool:
@@ -108,7 +108,7 @@ def _is_done(stream: StreamPlan) -> bool:
     if manifest is None:
         return False
     mine = {shard_name(shard.number) for chunk in stream.share for shard in chunk.shards}
-    sound = {shard.file for shard in manifest.shards if not check_shard(folder, shard, manifest.contract)}
+    sound = {shard.file for shard in manifest.shards if not check_shard(folder, shard, manifest.layout)}
     return mine <= sound and not check_target_head(folder, manifest)
 
 
@@ -124,6 +124,7 @@ def _open_store(given: ExtractPlan, stream: StreamPlan, engine: StreamedEngine) 
         {**provenance(), "config": given.cfg.model_dump(mode="json")},
         stream.process.index,
         stream.process.count,
+        plan.layout.last_rows,
     )
 
 
@@ -140,7 +141,7 @@ def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -
             batch = [stream.plan.samples[index].input_ids for index in chunk.samples]
             with (
                 _walked(stream, chunk, shards) as (parts, rows),
-                ShardSink(parts, stream.plan.contract, stage, rows, most_waiting) as sink,
+                ShardSink(parts, stream.plan.layout, stage, rows, most_waiting) as sink,
                 explained_memory(),
             ):
                 engine.walk(batch, sink, _whole_steps(advance, sink.check, listing.check))
@@ -160,10 +161,10 @@ def _walked(
             if shard not in shards:
                 continue
             samples = [plan.samples[index] for index in shard.samples]
-            file = ShardFile(plan.folder / shard_name(shard.number), samples, plan.contract)
+            file = ShardFile(plan.folder / shard_name(shard.number), samples, plan.layout)
             parts.append(Part(end - length, end, file))
             if shard.number == 0:
-                place = fingerprint_place([(sample.id, sample.input_ids) for sample in samples], plan.contract)
+                place = fingerprint_place(samples, plan.layout)
                 begin = sum(len(sample.input_ids) for sample in samples[: place.index])
                 rows = FingerprintRows(place, begin, plan.contract)
         yield parts, rows
@@ -232,7 +233,7 @@ def _adopt(stream: StreamPlan, store: JointStore) -> None:
 
 
 def _fits(path: Path, infos: Sequence[Any], plan: ExtractPlan) -> bool:
-    return not check_shard(path.parent, ShardInfo(path.name, path.stat().st_size, "", tuple(infos)), plan.contract)
+    return not check_shard(path.parent, ShardInfo(path.name, path.stat().st_size, "", tuple(infos)), plan.layout)
 
 
 def _lacking(stream: StreamPlan) -> list[str]:

@@ -19,7 +19,9 @@ import psutil
 import torch
 
 from eagle3.data.shard_file import ShardFile, StateKey
-from eagle3.data.store_fingerprint import FingerprintPlace, neighbours, stored_rows
+from eagle3.data.store_fingerprint import FingerprintPlace, as_rows, neighbours
+from eagle3.data.store_layout import StoreLayout
+from eagle3.draft.states import quantize, rounded
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -50,7 +52,7 @@ class FingerprintRows:
         self.keys: frozenset[StateKey] = frozenset(neighbours(contract.wiring))
         self._place = place
         self._rows = [begin + position for position in place.positions]
-        self._contract = contract
+        self._dtype: torch.dtype = getattr(torch, contract.dtype)
         self._numbers: dict[StateKey, torch.Tensor] = {}
 
     def take(self, key: StateKey, begin: int, states: torch.Tensor) -> None:
@@ -58,12 +60,12 @@ class FingerprintRows:
         inside = [at for at, row in enumerate(self._rows) if begin <= row < begin + len(states)]
         if inside:
             numbers = self._numbers.setdefault(key, torch.empty(len(self._rows), len(self._place.channels)))
-            rows = states[[self._rows[at] - begin for at in inside]]
-            numbers[inside] = rows[:, list(self._place.channels)].float().cpu()
+            rows = rounded(states[[self._rows[at] - begin for at in inside]], self._dtype)
+            numbers[inside] = rows[:, list(self._place.channels)].cpu()
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint, after the walk."""
-        rows = {key: stored_rows(numbers, self._contract) for key, numbers in self._numbers.items()}
+        rows = {key: as_rows(numbers) for key, numbers in self._numbers.items()}
         last = rows.pop("last")
         return self._place.fingerprint({index: rows[index] for index in rows if index != "last"}, last)
 
@@ -73,7 +75,7 @@ class Staged:
     """Rows on their way to the CPU.
 
     Attributes:
-        arrived: waits for them; rows [n, H] and, if they are known, their sums [n].
+        arrived: waits for them; rows [n, H] in the store's type, and numbers [n] as `ShardFile.write` takes them.
         release: gives their memory back.
     """
 
@@ -81,7 +83,8 @@ class Staged:
     release: Callable[[], None] = lambda: None
 
 
-Stage = Callable[[torch.Tensor], Staged]
+Stage = Callable[[torch.Tensor, torch.Tensor | None], Staged]
+"""Rows [n, H] in the store's type and, in an fp8 store, their scales [n] -> those on the CPU, in time."""
 
 
 class ShardSink:
@@ -89,7 +92,7 @@ class ShardSink:
 
     Args:
         parts: the shards to fill; rows of the chunk between them are already in the store.
-        contract: of the store.
+        layout: of the store.
         stage: how rows come to the CPU, see `stager`.
         fingerprint: what picks the store's fingerprint, if this chunk makes it.
         most_waiting: blocks of 64 MiB that may wait for the disk.
@@ -98,16 +101,16 @@ class ShardSink:
     def __init__(
         self,
         parts: Sequence[Part],
-        contract: WiringContract,
+        layout: StoreLayout,
         stage: Stage,
         fingerprint: FingerprintRows | None = None,
         most_waiting: int = 2,
     ) -> None:
-        self.keys: frozenset[StateKey] = frozenset([*contract.output_indices, "last"])
+        self.keys: frozenset[StateKey] = frozenset([*layout.contract.output_indices, "last"])
         self._stored = self.keys
         self._parts = parts
-        self._dtype: torch.dtype = getattr(torch, contract.dtype)
-        self._block_rows = max(_BLOCK_BYTES // (contract.hidden_size * self._dtype.itemsize), 1)
+        self._layout = layout
+        self._block_rows = max(_BLOCK_BYTES // (layout.contract.hidden_size * layout.dtype.itemsize), 1)
         self._stage = stage
         self._most_waiting = most_waiting
         self._fingerprint = fingerprint
@@ -164,12 +167,13 @@ class ShardSink:
         while len(self._writes) >= self._most_waiting:
             self._settle()
         # a copy of its own: `rows` are the engine's again when this returns
-        staged = self._stage(rows.to(self._dtype, copy=True))
+        rows = rows.to(self._layout.value_dtype, copy=True)
+        staged = self._stage(*quantize(rows)) if self._layout.scaled else self._stage(rows, None)
 
         def write() -> None:
-            arrived, sums = staged.arrived()
+            arrived, numbers = staged.arrived()
             for file, at, place in pieces:
-                file.write(key, at, arrived[place], None if sums is None else sums[place])
+                file.write(key, at, arrived[place], None if numbers is None else numbers[place])
             staged.release()
 
         self._writes.append((self._writers.submit(write), complete))
@@ -192,8 +196,8 @@ def stager(device: torch.device) -> Stage:
     return _Pinned(device).stage if device.type == "cuda" else _already_there
 
 
-def _already_there(rows: torch.Tensor) -> Staged:
-    return Staged(lambda: (rows.cpu(), None))
+def _already_there(rows: torch.Tensor, scales: torch.Tensor | None) -> Staged:
+    return Staged(lambda: (rows.cpu(), None if scales is None else scales.cpu()))
 
 
 class _Pinned:
@@ -203,21 +207,23 @@ class _Pinned:
         self._stream = torch.cuda.Stream(device)
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
 
-    def stage(self, rows: torch.Tensor) -> Staged:
+    def stage(self, rows: torch.Tensor, scales: torch.Tensor | None) -> Staged:
         buffer = self._buffer(max(rows.nbytes, _BLOCK_BYTES))
         states = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
-        sums = torch.empty(len(rows), dtype=torch.float32, pin_memory=True)
+        numbers = torch.empty(len(rows), dtype=torch.float32, pin_memory=True)
         arrived = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             states.copy_(rows, non_blocking=True)
-            sums.copy_(rows.sum(dim=1, dtype=torch.float32), non_blocking=True)
+            found = rows.sum(dim=1, dtype=torch.float32) if scales is None else scales
+            numbers.copy_(found, non_blocking=True)
             arrived.record()
-        rows.record_stream(self._stream)
+        for used in (rows, found):
+            used.record_stream(self._stream)
 
         def wait() -> tuple[torch.Tensor, torch.Tensor]:
             arrived.synchronize()
-            return states, sums
+            return states, numbers
 
         return Staged(wait, lambda: self._free.put(buffer))
 

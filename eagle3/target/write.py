@@ -42,6 +42,7 @@ def open_store(
         target_head,
         provenance={**provenance(), "config": plan.cfg.model_dump(mode="json"), **(told or {})},
         other_states=other_states,
+        last_rows=plan.layout.last_rows,
     ) as writer:
         for problem in writer.redone:
             print(f"redone: {problem}", file=sys.stderr)

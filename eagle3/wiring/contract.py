@@ -30,7 +30,10 @@ CONTRACT_FILE = "eagle3_contract.json"
 FORMAT = "eagle3-contract"
 FORMAT_VERSION = 1
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_CHOICES = {"last_hidden_states": ("post_norm", "pre_norm"), "dtype": ("float32", "bfloat16", "float16")}
+_CHOICES = {
+    "last_hidden_states": ("post_norm", "pre_norm"),
+    "dtype": ("float32", "bfloat16", "float16", "float8_e4m3fn"),
+}
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REWRITE = "write it again with the command that made the folder"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import Problem, ProblemsError, problem_error
-from eagle3.files import read_json_object
+from eagle3.sealed import read_sealed_object
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import read_header
 
 MANIFEST_FILE = "manifest.json"
-_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 _EXTRACT = "extract again with `eagle3 extract`"
 
 
@@ -23,7 +23,7 @@ def dataset_contract(folder: Path) -> WiringContract:
         ProblemsError: kinds `file.*`, `dataset.manifest`, `contract.*`, `layers.*`.
     """
     path = folder / MANIFEST_FILE
-    manifest = read_json_object(path, "the manifest of a hidden-state store")
+    manifest = _manifest(folder)
     if "contract" not in manifest:
         message = "has no contract: it is not the manifest of a hidden-state store"
         raise problem_error(str(path), "dataset.manifest", message, "give the folder that `eagle3 extract` wrote")
@@ -32,8 +32,13 @@ def dataset_contract(folder: Path) -> WiringContract:
 
 def dataset_target_config(folder: Path) -> dict[str, Any] | None:
     """The target's text config that the store recorded, if it did."""
-    recorded = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store").get("target_config")
+    recorded = _manifest(folder).get("target_config")
     return recorded if isinstance(recorded, dict) else None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest; of one that has a seal, only as it was written."""
+    return read_sealed_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store")
 
 
 def check_dataset(path: str | Path, expected: WiringContract | None = None) -> list[Problem]:
@@ -56,7 +61,7 @@ def check_dataset(path: str | Path, expected: WiringContract | None = None) -> l
     except ProblemsError as error:
         return list(error.problems)
     problems = contract.compare(expected, "dataset", "expected contract") if expected is not None else []
-    manifest = read_json_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store")
+    manifest = _manifest(folder)
     shards = manifest.get("shards")
     for shard in shards if isinstance(shards, list) else [None]:
         problems += _shard_problems(folder, shard, contract)
@@ -72,10 +77,12 @@ def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> li
         tensors = read_header(folder / name).tensors
     except ProblemsError as error:
         return list(error.problems)
-    dtype, hidden = _DTYPE_CODES[contract.dtype], contract.hidden_size
-    widths = {"aux_hidden_states": len(contract.output_indices) * hidden, "last_hidden_states": hidden}
+    code, hidden, slots = _DTYPE_CODES[contract.dtype], contract.hidden_size, len(contract.output_indices)
+    expected = {"aux_hidden_states": (code, slots * hidden), "last_hidden_states": (code, hidden)}
+    if code == "F8_E4M3":
+        expected["aux_scales"] = ("F32", slots)
     problems = []
-    for tensor, width in widths.items():
+    for tensor, (dtype, width) in expected.items():
         info = tensors.get(tensor)
         if info is None or info.dtype != dtype or len(info.shape) != 2 or info.shape[1] != width:
             found = "absent" if info is None else f"{info.dtype} {list(info.shape)}"

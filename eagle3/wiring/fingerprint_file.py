@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
-from eagle3.files import digest_json, read_json, read_json_object, write_json_atomic
+from eagle3.files import digest_json, read_json, write_json_atomic
+from eagle3.sealed import read_sealed_object
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import is_int
 
@@ -113,7 +114,7 @@ def load_fingerprint(folder: Path) -> tuple[Fingerprint, WiringContract]:
         raise problem_error(str(folder), "file.missing", "there is no such folder", fix)
     if (folder / _MANIFEST_FILE).is_file():
         path = folder / _MANIFEST_FILE
-        manifest = read_json_object(path, "the manifest of a hidden-state store")
+        manifest = read_sealed_object(path, "the manifest of a hidden-state store")
         contract = WiringContract.from_dict(manifest.get("contract"), f"{path}: contract")
         value, where = manifest.get("fingerprint"), f"{path}: fingerprint"
     else:

@@ -137,7 +137,7 @@ def assert_right_or_refused(folder: Path) -> str:
         read, right = reader.read(index), expected(int(info.id[1:]))
         assert torch.equal(read.input_ids, right.input_ids.int()) and torch.equal(read.loss_mask, right.loss_mask)
         assert torch.equal(read.aux_hidden_states, right.aux_hidden_states)
-        assert torch.equal(read.last_hidden_states, right.last_hidden_states)
+        assert torch.equal(read.last_hidden_states, right.supervised_last)
     return "opened"
 
 
@@ -336,22 +336,15 @@ def test_fault_07_a_folder_copied_half_way_is_refused_and_names_what_is_missing(
         assert all(name in places for name in missing), error.value
 
 
-def test_fault_07_a_flipped_bit_anywhere_is_found_or_changes_no_sample(tmp_path: Path) -> None:
-    """Shards and head have checksums; the manifest is held to the shards and to the fingerprint."""
+def test_fault_07_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    """Shards and head have checksums, the manifest its seal."""
     chance, folder = random.Random(6), tmp_path / "store"
     whole = whole_store(folder)
-    contract, samples = load_manifest(folder).contract, StoreReader(folder).samples
-    unseen: Counter[str] = Counter()
     for name in sorted(whole):
         for bit in sorted(chance.sample(range(8 * len(whole[name])), 120)):
             data = bytearray(whole[name])
             data[bit // 8] ^= 1 << bit % 8
             (folder / name).write_bytes(data)
-            if problems := verify(folder, deep=True, workers=1):
-                assert name in " ".join(problem.where for problem in problems) or name == "manifest.json", problems
-            else:
-                unseen[name] += 1
-                assert assert_right_or_refused(folder) == "opened" and StoreReader(folder).samples == samples
-                assert load_manifest(folder).contract.output_indices == contract.output_indices
+            problems = verify(folder, deep=True, workers=1)
+            assert name in " ".join(problem.where for problem in problems), (name, bit)
         (folder / name).write_bytes(whole[name])
-    assert unseen.keys() <= {"manifest.json"}, "a bit of a shard went unseen"

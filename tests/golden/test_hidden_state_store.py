@@ -1,24 +1,31 @@
-"""Pins hidden-state store v1 byte for byte: `hidden_state_store_v1/` was written once and is read and rewritten here.
+"""Pins the hidden-state store byte for byte: the folders here were written once. Those of version 2 are read and
+rewritten, that of version 1 is read.
 
 A failure means that the format changed: that needs a new format version, not a new golden.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter, verify
+from eagle3.data.store_merge import merge
+from eagle3.data.store_split import split_parts
+from eagle3.errors import ProblemsError
 from eagle3.files import sha256_file
 from eagle3.wiring.contract import WiringContract
 
-GOLDEN = Path(__file__).parent / "hidden_state_store_v1"
-SHA256 = {
-    "manifest.json": "sha256:c07ac2fe835f4a4683a08bfa9dd1996ca429bdcb4cdb14c13af4b26e75def8d5",
-    "shard-00000.safetensors": "sha256:9919a01936ce7f7b895018d664c6759e96d42b582f7adc7b81e48fe216a3b22a",
-    "shard-00001.safetensors": "sha256:767e0a31792363940fc1bf1fe3936ec0d5bddecea76f18dbc5a0156c846e7a38",
-    "target_head.safetensors": "sha256:d5f555f6413c4f5acbb33feae4fd711862a619e4eb2e6f584a0c3d101eb6eff8",
+FOLDER = Path(__file__).parent
+V1 = FOLDER / "hidden_state_store_v1"
+STORES = {"hidden_state_store_v2": "bfloat16", "hidden_state_store_v2_fp8": "float8_e4m3fn"}
+DIGESTS = {
+    "hidden_state_store_v1": ["c07ac2fe835f4a46", "9919a01936ce7f7b", "767e0a3179236394", "d5f555f6413c4f5a"],
+    "hidden_state_store_v2": ["358922e52cfcd2c9", "6bbb43b827df2e5b", "b261de82c52b87d8", "d5f555f6413c4f5a"],
+    "hidden_state_store_v2_fp8": ["adbbb61d78f7dbaa", "e8a0b287c5328135", "7bc19ec775ec74e0", "d5f555f6413c4f5a"],
 }
+FILES = ("manifest.json", "shard-00000.safetensors", "shard-00001.safetensors", "target_head.safetensors")
 
 
 def samples() -> list[StoredSample]:
@@ -49,7 +56,7 @@ def samples() -> list[StoredSample]:
     ]
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, dtype: str) -> None:
     contract = WiringContract(
         target_name="golden-target",
         target_family="llama",
@@ -59,7 +66,7 @@ def write(folder: Path) -> None:
         vocab_size=5,
         output_indices=(-1, 2),
         last_hidden_states="post_norm",
-        dtype="bfloat16",
+        dtype=dtype,
         tokenizer_digest="sha256:" + "1" * 64,
         chat_template_digest="sha256:" + "2" * 64,
     )
@@ -80,21 +87,23 @@ def write(folder: Path) -> None:
         store.write_shard(samples()[2:])
 
 
-@pytest.mark.parametrize("file", SHA256)
-def test_writing_gives_the_golden_bytes(tmp_path: Path, file: str) -> None:
-    write(tmp_path / "store")
-    assert (tmp_path / "store" / file).read_bytes() == (GOLDEN / file).read_bytes()
-    assert sha256_file(tmp_path / "store" / file) == SHA256[file]
+@pytest.mark.parametrize("name", STORES)
+def test_writing_gives_the_golden_bytes_and_no_other_files(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "store", STORES[name])
+    for file in FILES:
+        assert (tmp_path / "store" / file).read_bytes() == (FOLDER / name / file).read_bytes(), file
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {*FILES, "writer.lock"}
 
 
-def test_a_store_has_no_other_files(tmp_path: Path) -> None:
-    write(tmp_path / "store")
-    assert {path.name for path in (tmp_path / "store").iterdir()} == {*SHA256, "writer.lock"}
+def test_the_golden_bytes_are_those_that_were_written_once() -> None:
+    assert {name: [sha256_file(FOLDER / name / file)[7:23] for file in FILES] for name in (V1.name, *STORES)} == DIGESTS
 
 
-def test_the_golden_store_reads_as_it_was_written() -> None:
-    assert verify(GOLDEN, deep=True) == []
-    reader = StoreReader(GOLDEN)
+@pytest.mark.parametrize("name", [V1.name, *STORES])
+def test_the_golden_store_reads_as_it_was_written(name: str) -> None:
+    """The states are such that eight bits hold them."""
+    assert verify(FOLDER / name, deep=True) == []
+    reader = StoreReader(FOLDER / name)
     assert [(info.id, info.tokens, info.supervised) for info in reader.samples] == [
         ("first", 3, 2),
         ("zweites-Gespräch", 1, 0),
@@ -105,4 +114,24 @@ def test_the_golden_store_reads_as_it_was_written() -> None:
         assert read.input_ids.tolist() == sample.input_ids.tolist()
         assert torch.equal(read.loss_mask, sample.loss_mask)
         assert torch.equal(read.aux_hidden_states, sample.aux_hidden_states)
-        assert torch.equal(read.last_hidden_states, sample.last_hidden_states)
+        whole = name == V1.name
+        assert torch.equal(read.last_hidden_states, sample.last_hidden_states if whole else sample.supervised_last)
+    assert (reader.layout.version, reader.layout.last_rows) == ((1, "all") if whole else (2, "supervised"))
+
+
+def test_a_store_of_version_1_is_not_gone_on_with(tmp_path: Path) -> None:
+    shutil.copytree(V1, tmp_path / "store")
+    with pytest.raises(ProblemsError, match="begun in format version 1, this eagle3 writes version 2") as error:
+        write(tmp_path / "store", "bfloat16")
+    assert [problem.kind for problem in error.value.problems] == ["store.other_version"]
+    assert verify(tmp_path / "store", deep=True) == []
+
+
+def test_stores_of_version_1_are_merged_and_split_as_such(tmp_path: Path) -> None:
+    first, second = (report.folder for report in split_parts(V1, tmp_path / "parts", 2))
+    whole = merge(tmp_path / "whole", [first, second], allow_different_data=True).folder
+    for folder in (first, second, whole):
+        assert verify(folder, deep=True) == [] and StoreReader(folder).layout.version == 1
+    with pytest.raises(ProblemsError, match="of format version 2") as error:
+        merge(tmp_path / "mixed", [V1, FOLDER / "hidden_state_store_v2"], allow_different_data=True)
+    assert "merge.version" in [problem.kind for problem in error.value.problems]

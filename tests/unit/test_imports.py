@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "eagle3"
 
 # A room may import itself, rooms of its own row and of the rows before it.
 ROWS = (
-    ("errors", "files"),
+    ("errors", "files", "sealed"),
     ("wiring",),
     ("draft",),
     ("progress", "config", "provenance"),
@@ -24,7 +24,7 @@ ROWS = (
     ("cli", "demo"),
 )
 ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
-BASE = {"errors", "files", "progress", "config", "provenance"}
+BASE = {"errors", "files", "sealed", "progress", "config", "provenance"}
 
 # Third-party packages that only some files may import (paths inside eagle3/; a folder ends in a slash).
 ONLY_IN = {
@@ -34,7 +34,7 @@ ONLY_IN = {
     "sglang": (),
     "vllm": (),
 }
-STANDARD_LIBRARY_ONLY = ("errors.py", "files.py", "wiring/")
+STANDARD_LIBRARY_ONLY = ("errors.py", "files.py", "sealed.py", "wiring/")
 LAZY_TORCH = "wiring/fingerprint.py"  # inside its functions; importing it loads nothing (below)
 TORCH_ONLY = ("draft/",)
 

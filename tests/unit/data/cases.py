@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import ProblemsError
 from eagle3.wiring.contract import WiringContract
 
@@ -34,6 +35,10 @@ def contract(**changes: Any) -> WiringContract:
         "chat_template_digest": digest("template"),
     }
     return WiringContract(**{**values, **changes})
+
+
+def layout(last_rows: LastRows = "supervised", **changes: Any) -> StoreLayout:
+    return StoreLayout(contract(**changes), last_rows)
 
 
 def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> StoredSample:

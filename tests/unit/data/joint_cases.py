@@ -15,7 +15,7 @@ from eagle3.data.store_fingerprint import make_fingerprint
 from eagle3.data.store_format import shard_name
 from eagle3.data.store_joint import JointStore
 
-from .cases import HIDDEN, contract, sample, target_head
+from .cases import HIDDEN, contract, layout, sample, target_head
 
 SETTINGS = {"data": {"max_length": 64}, "stream": {"chunk_tokens": 8}}
 
@@ -41,13 +41,13 @@ def write(store: JointStore, number: int) -> None:
     """Writes and lists shard `number`, which holds two samples."""
     samples = shard_samples(number)
     plain = [TokenSample(item.id, item.input_ids.tolist(), item.loss_mask.tolist()) for item in samples]
-    file = ShardFile(store.folder / shard_name(number), plain, contract())
+    file = ShardFile(store.folder / shard_name(number), plain, layout())
     slots = torch.cat([item.aux_hidden_states for item in samples]).split(HIDDEN, dim=1)
     for index, rows in zip(contract().output_indices, slots, strict=True):
         file.put(index, 0, rows)
     file.put("last", 0, torch.cat([item.last_hidden_states for item in samples]))
     file.close()
-    store.commit([shard_entry(file.path, plain)], None if number else make_fingerprint(samples, contract()))
+    store.commit([shard_entry(file.path, plain)], None if number else make_fingerprint(samples, layout()))
 
 
 def write_share(folder: Path, index: int, count: int, shards: int) -> None:

@@ -1,5 +1,6 @@
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from eagle3.data import row_reader
 from eagle3.data.loader import BatchPlan, Window, collate, empty_batch, load_windows
 from eagle3.data.store import StoredSample, StoreReader
+from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError
 
-from .cases import AUX, HIDDEN, make_store, sample, writer
+from .cases import AUX, HIDDEN, contract, make_store, sample, writer
 
 
 def plan(count: int, lengths: list[int] | None = None, **options: object) -> BatchPlan:
@@ -99,11 +101,12 @@ def test_collate_pads_right_and_numbers_documents_and_positions() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     assert batch.sample_ids == ["a", "b", "c"]
     assert batch.input_ids.dtype == batch.document_ids.dtype == torch.int64
-    assert batch.aux.shape == (2, 5, AUX * HIDDEN) and batch.last_hidden.shape == (2, 5, HIDDEN)
+    assert batch.aux.shape == (2, 5, AUX * HIDDEN)
     assert batch.aux.dtype == torch.bfloat16
     assert torch.equal(batch.aux[0, 3:], sample("b", 2, start=5).aux_hidden_states)
-    assert torch.equal(batch.last_hidden[1, :4], sample("c", 4, start=9).last_hidden_states)
-    assert not batch.aux[1, 4].any() and not batch.last_hidden[1, 4].any()
+    answers = [sample("a", 3), sample("b", 2, start=5), sample("c", 4, start=9)]
+    assert torch.equal(batch.last_hidden, torch.cat([item.last_hidden_states[-2:] for item in answers]))
+    assert not batch.aux[1, 4].any()
 
 
 def test_collate_cuts_at_max_length() -> None:
@@ -116,7 +119,7 @@ def test_collate_cuts_at_max_length() -> None:
 def test_an_empty_batch_is_one_unsupervised_token() -> None:
     batch = empty_batch(AUX * HIDDEN, HIDDEN, torch.float32)
     assert batch.input_ids.shape == (1, 1) and not batch.loss_mask.any()
-    assert batch.aux.shape == (1, 1, AUX * HIDDEN) and batch.last_hidden.shape == (1, 1, HIDDEN)
+    assert batch.aux.shape == (1, 1, AUX * HIDDEN) and batch.last_hidden.shape == (0, HIDDEN)
 
 
 @pytest.fixture
@@ -161,9 +164,18 @@ def test_loading_reads_one_window_ahead_and_stops_with_its_consumer(
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
 @pytest.mark.parametrize("max_length", [64, 5])
+@pytest.mark.parametrize(
+    ("dtype", "last_rows"), [("bfloat16", "supervised"), ("bfloat16", "all"), ("float8_e4m3fn", "supervised")]
+)
 def test_what_is_loaded_is_what_collating_the_samples_gives(
-    reader: StoreReader, monkeypatch: pytest.MonkeyPatch, piece: int, max_length: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, max_length: int, dtype: str, last_rows: LastRows
 ) -> None:
+    with writer(tmp_path / "store", contract=contract(dtype=dtype), last_rows=last_rows) as store:
+        for number in range(7):
+            item = sample(f"s{number}", tokens=3 + number, start=number)
+            mask = torch.arange(3 + number) % 3 != 1  # several answers
+            store.write_shard([replace(item, loss_mask=mask)])
+    reader = StoreReader(tmp_path / "store")
     monkeypatch.setattr(row_reader, "_PIECE_BYTES", piece)
     lengths = [min(sample.tokens, max_length) for sample in reader.samples]
     windows = BatchPlan(0, lengths, 2 * max_length, batch_size=2, pack=True).epoch(0)
@@ -171,9 +183,12 @@ def test_what_is_loaded_is_what_collating_the_samples_gives(
         [[rows]] = window
         expected = collate([[reader.read(index) for index in row] for row in rows], max_length)
         assert batch.sample_ids == expected.sample_ids
-        for name, value in vars(expected).items():
-            if name != "sample_ids":
-                assert torch.equal(getattr(batch, name), value), name
+        for name in ("input_ids", "loss_mask", "document_ids", "position_ids"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        places = torch.arange(batch.input_ids.numel())
+        assert torch.equal(batch.aux_rows(places), expected.aux_rows(places))
+        assert torch.equal(batch.last_rows(places), expected.last_rows(places))
+        assert batch.last_rows(places).any() and batch.aux.dtype == reader.layout.dtype
 
 
 def test_a_shard_that_shrinks_while_it_is_in_use_is_named_with_the_sample(reader: StoreReader) -> None:
@@ -185,7 +200,7 @@ def test_a_shard_that_shrinks_while_it_is_in_use_is_named_with_the_sample(reader
     with pytest.raises(ProblemsError) as error:
         list(batches)
     [problem] = error.value.problems
-    assert problem.kind == "store.shard_truncated" and "sample 's" in problem.where
+    assert problem.kind in ("store.shard_truncated", "store.loss_mask") and "sample 's" in problem.where
 
 
 def test_resuming_in_the_middle_of_an_epoch_gives_its_rest(reader: StoreReader) -> None:

@@ -14,10 +14,10 @@ import torch
 from eagle3.data.chat import TokenSample
 from eagle3.data.shard_file import ShardFile, StateKey, shard_entry
 from eagle3.data.store import StoredSample
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import ProblemsError
-from eagle3.wiring.contract import WiringContract
 
-from .cases import HIDDEN, VOCAB, contract, kinds, sample, writer
+from .cases import HIDDEN, VOCAB, kinds, layout, sample, writer
 
 NAME = "shard-00000.safetensors"
 SAMPLES = [sample(f"s{number}", tokens=3 + 2 * number, start=number) for number in range(3)]
@@ -28,8 +28,8 @@ def tokens_of(stored: StoredSample) -> TokenSample:
     return TokenSample(stored.id, stored.input_ids.tolist(), stored.loss_mask.tolist())
 
 
-def opened(folder: Path, of: WiringContract | None = None) -> ShardFile:
-    return ShardFile(folder / NAME, [tokens_of(item) for item in SAMPLES], of or contract())
+def opened(folder: Path, of: StoreLayout | None = None) -> ShardFile:
+    return ShardFile(folder / NAME, [tokens_of(item) for item in SAMPLES], of or layout())
 
 
 def states(dtype: torch.dtype = torch.bfloat16) -> dict[StateKey, torch.Tensor]:
@@ -48,10 +48,15 @@ def fill(shard: ShardFile, step: int, dtype: torch.dtype = torch.bfloat16) -> No
 
 
 @pytest.mark.parametrize("step", [1, 4, TOKENS])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_it_is_byte_for_byte_the_shard_that_is_written_at_once(tmp_path: Path, dtype: str, step: int) -> None:
-    kind = getattr(torch, dtype)
-    shard = opened(tmp_path, contract(dtype=dtype))
+@pytest.mark.parametrize("vocab_size", [VOCAB, 2**16 + 1])
+@pytest.mark.parametrize("last_rows", ["supervised", "all"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_it_is_byte_for_byte_the_shard_that_is_written_at_once(
+    tmp_path: Path, dtype: str, last_rows: LastRows, vocab_size: int, step: int
+) -> None:
+    of = layout(last_rows, dtype=dtype, vocab_size=vocab_size)
+    kind = of.value_dtype
+    shard = opened(tmp_path, of)
     fill(shard, step, kind)
     shard.close()
 
@@ -59,7 +64,8 @@ def test_it_is_byte_for_byte_the_shard_that_is_written_at_once(tmp_path: Path, d
         aux, last = item.aux_hidden_states.to(kind), item.last_hidden_states.to(kind)
         return replace(item, aux_hidden_states=aux, last_hidden_states=last)
 
-    with writer(tmp_path / "store", contract=contract(dtype=dtype)) as store:
+    head = {"embed_tokens.weight": torch.ones(vocab_size, HIDDEN), "norm.weight": torch.ones(HIDDEN)}
+    with writer(tmp_path / "store", contract=of.contract, last_rows=last_rows, target_head=head) as store:
         store.write_shard([converted(item) for item in SAMPLES])
         listed = store._manifest.shards[0]
     assert (tmp_path / NAME).read_bytes() == (tmp_path / "store" / NAME).read_bytes()
@@ -99,12 +105,13 @@ def test_rows_out_of_order_are_refused(tmp_path: Path, begin: int, count: int) -
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("row", "name"), [(2, "s0"), (3, "s1"), (14, "s2")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_states_that_are_not_finite_are_refused_by_the_samples_name(
-    tmp_path: Path, value: float, row: int, name: str
+    tmp_path: Path, dtype: str, value: float, row: int, name: str
 ) -> None:
     rows = states()["last"].clone()
     rows[row, 1] = value
-    shard = opened(tmp_path)
+    shard = opened(tmp_path, layout(dtype=dtype))
     shard.put("last", 0, rows[:2])
     with pytest.raises(ProblemsError, match=rf"{name!r}: has NaN or infinity in its last hidden states") as error:
         shard.put("last", 2, rows[2:])
@@ -112,17 +119,17 @@ def test_states_that_are_not_finite_are_refused_by_the_samples_name(
 
 
 def test_large_states_whose_sum_is_not_finite_are_kept(tmp_path: Path) -> None:
-    shard = opened(tmp_path, contract(dtype="float32"))
+    shard = opened(tmp_path, layout(dtype="float32"))
     large = torch.full((TOKENS, HIDDEN), 3e38)
     assert not torch.isfinite(large.sum())
     shard.put(1, 0, large)
-    assert torch.equal(shard._slot(1), large)
+    assert torch.equal(shard._slot(1)[0], large)
 
 
 def test_samples_that_do_not_fit_are_named_before_a_file_is_made(tmp_path: Path) -> None:
     wrong = [TokenSample("big", [1, VOCAB], [True, True]), TokenSample("", [1], [True]), TokenSample("none", [], [])]
     with pytest.raises(ProblemsError) as error:
-        ShardFile(tmp_path / NAME, wrong, contract())
+        ShardFile(tmp_path / NAME, wrong, layout())
     assert kinds(error.value) == ["store.ids_out_of_range", "store.sample_id", "store.sample_shape"]
     assert list(tmp_path.iterdir()) == []
 
@@ -146,7 +153,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         pytest.skip("may not mount a small disk")
     try:
         with pytest.raises(ProblemsError) as error:
-            ShardFile(disk / NAME, [tokens_of(sample("s", tokens=5000))], contract())
+            ShardFile(disk / NAME, [tokens_of(sample("s", tokens=5000))], layout())
         assert kinds(error.value) == ["disk.full"]
         assert list(disk.iterdir()) == []
     finally:

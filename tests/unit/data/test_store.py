@@ -1,19 +1,23 @@
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eagle3.data import store_writer
-from eagle3.data.store import StoredSample, StoreReader
+from eagle3.data.store import StoredSample, StoreReader, verify
+from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError, problem_error
 from tests.children import in_a_child, killed
 
-from .cases import HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
+from .cases import AUX, HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
 
 
 def names(folder: Path) -> list[str]:
@@ -24,15 +28,16 @@ def assert_same(read: StoredSample, written: StoredSample) -> None:
     assert read.id == written.id
     assert read.input_ids.dtype == torch.int32
     assert read.loss_mask.dtype == torch.bool
-    for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"):
+    for name in ("input_ids", "loss_mask", "aux_hidden_states", "supervised_last"):
         assert torch.equal(getattr(read, name).long(), getattr(written, name).long()), name
 
 
+@pytest.mark.parametrize("last_rows", ["supervised", "all"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_written_is_read_back(tmp_path: Path, dtype: str) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, dtype: str, last_rows: LastRows) -> None:
     kind = getattr(torch, dtype)
     written = [sample(f"s{number}", tokens=number + 1, start=number, dtype=kind) for number in range(5)]
-    with writer(tmp_path / "store", contract=contract(dtype=dtype)) as store:
+    with writer(tmp_path / "store", contract=contract(dtype=dtype), last_rows=last_rows) as store:
         store.write_shard(written[:2])
         store.write_shard(written[2:])
     reader = StoreReader(tmp_path / "store", contract(dtype=dtype))
@@ -41,8 +46,49 @@ def test_what_is_written_is_read_back(tmp_path: Path, dtype: str) -> None:
     for index, item in enumerate(written):
         assert_same(reader.read(index), item)
         assert reader.read(index).aux_hidden_states.dtype == kind
+        rows = item.input_ids.numel() if last_rows == "all" else min(item.input_ids.numel(), 2)
+        assert len(reader.read(index).last_hidden_states) == rows
         ids, mask = reader.read_tokens(index)
         assert torch.equal(ids, item.input_ids.int()) and torch.equal(mask, item.loss_mask)
+
+
+def test_an_fp8_store_gives_back_what_is_nearest_in_eight_bits(tmp_path: Path) -> None:
+    """Scales are powers of two: the values read are exactly value times scale, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    aux = torch.randn(5, AUX * HIDDEN, generator=generator) * torch.tensor([1e-20, 1, 3, 1e9, 0])[:, None]
+    last = torch.randn(5, HIDDEN, generator=generator)
+    written = replace(sample("s"), aux_hidden_states=aux.bfloat16(), last_hidden_states=last.bfloat16())
+    with writer(tmp_path / "store", contract=contract(dtype="float8_e4m3fn")) as store:
+        store.write_shard([written, replace(written, id="t", loss_mask=torch.zeros(5, dtype=torch.bool))])
+    reader = StoreReader(tmp_path / "store")
+    assert verify(tmp_path / "store", deep=True) == []
+    raw = load_file(tmp_path / "store" / "shard-00000.safetensors")
+    assert raw["aux_hidden_states"].dtype == torch.float8_e4m3fn and raw["input_ids"].dtype == torch.uint16
+    assert raw["last_hidden_states"].shape == (2, HIDDEN) and raw["last_scales"].shape == (2,)
+    wide = raw["aux_hidden_states"].float().view(10, AUX, HIDDEN) * raw["aux_scales"][:, :, None]
+    read = reader.read(0)
+    assert read.aux_hidden_states.dtype == torch.bfloat16
+    assert torch.equal(read.aux_hidden_states.float(), wide[:5].flatten(1))
+    largest = written.aux_hidden_states.float().view(5, AUX, HIDDEN).abs().amax(-1, keepdim=True)
+    error = (wide[:5] - written.aux_hidden_states.float().view(5, AUX, HIDDEN)).abs()
+    bound = (written.aux_hidden_states.float().view(5, AUX, HIDDEN).abs() / 16).maximum(largest * 2**-16)
+    assert (error <= bound).all()
+    torch.testing.assert_close(read.last_hidden_states, written.supervised_last, rtol=1 / 16, atol=0)
+    assert reader.read(1).last_hidden_states.shape == (0, HIDDEN)
+
+
+def test_a_mask_that_is_not_the_manifests_is_never_paired_with_other_states(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    path = folder / "shard-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    raw[start + json.loads(raw[8:start])["loss_mask"]["data_offsets"][0]] ^= 1
+    path.write_bytes(raw)
+    reader = StoreReader(folder)
+    for read in (reader.read, reader.read_tokens):
+        with pytest.raises(ProblemsError, match="'s2': has 3 in its loss mask, the manifest lists 2") as error:
+            read(2)
+        assert kinds(error.value) == ["store.loss_mask"]
 
 
 def test_the_target_head_comes_back_and_a_tied_one_uses_the_embedding(tmp_path: Path) -> None:
@@ -79,7 +125,7 @@ def mapped_kib(path: Path) -> int:
     ("change", "kind", "said"),
     [
         ({"aux_hidden_states": torch.zeros(5, 11, dtype=torch.bfloat16)}, "store.sample_shape", "[5, 12]"),
-        ({"last_hidden_states": torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, "store.sample_shape", "[5, 4]"),
+        ({"last_hidden_states": torch.zeros(3, HIDDEN, dtype=torch.bfloat16)}, "store.sample_shape", "[2, 4]"),
         ({"last_hidden_states": torch.zeros(5, HIDDEN)}, "store.sample_shape", "torch.bfloat16"),
         ({"loss_mask": torch.zeros(4, dtype=torch.bool)}, "store.sample_shape", "loss_mask"),
         ({"loss_mask": torch.zeros(5, dtype=torch.uint8)}, "store.sample_shape", "torch.bool"),
@@ -255,17 +301,17 @@ def test_fault_08_no_space_for_the_manifest_leaves_no_unlisted_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_store(tmp_path / "store", samples=4)
-    real = store_writer.write_json_atomic
+    real = store_writer.save_manifest
 
     def full(path: Path, value: object) -> None:
         raise problem_error(str(path), "disk.full", "cannot write: No space left on device", "free space there")
 
     with writer(folder) as store:
-        monkeypatch.setattr(store_writer, "write_json_atomic", full)
+        monkeypatch.setattr(store_writer, "save_manifest", full)
         with pytest.raises(ProblemsError, match="No space left"):
             write_missing(store, 6)
         assert len(StoreReader(folder)) == 4
-        monkeypatch.setattr(store_writer, "write_json_atomic", real)
+        monkeypatch.setattr(store_writer, "save_manifest", real)
         write_missing(store, 6)
     assert [info.id for info in StoreReader(folder).samples] == ["s0", "s1", "s2", "s3", "s4", "s5"]
 

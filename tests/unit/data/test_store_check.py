@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.data.store import StoreReader, verify
-from eagle3.data.store_format import shard_layout
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import Problem, ProblemsError
 from eagle3.files import sha256_file
+from tests.stores import rewrite_manifest
 
-from .cases import contract, make_store
+from .cases import contract, layout, make_store
 
 SHARD = "shard-00001.safetensors"
 
@@ -29,7 +29,7 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Non
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     edit(manifest)
-    path.write_text(json.dumps(manifest))
+    rewrite_manifest(path, manifest)
 
 
 def refused(folder: Path) -> list[Problem]:
@@ -50,8 +50,8 @@ def rewrite_shard(
     tensors = load_file(path)
     listed = next(s for s in json.loads((folder / "manifest.json").read_text())["shards"] if s["file"] == SHARD)
     samples = [{"id": item["id"], "tokens": item["tokens"]} for item in listed["samples"]]
-    header: dict[str, Any] = {"format": "eagle3-hidden-states", "format_version": 1, "samples": samples}
-    tensors = {name: tensors[name].clone() for name in shard_layout(contract(), 0)}
+    header: dict[str, Any] = {"format": "eagle3-hidden-states", "format_version": 2, "samples": samples}
+    tensors = {name: tensors[name].clone() for name in layout().tensors(0, 0)}
     change(tensors, header)
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     write_tensor_file(path, {name: [tensor] for name, tensor in tensors.items()}, {"eagle3": text})
@@ -168,10 +168,10 @@ def test_lengths_that_disagree_are_named_by_sample(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t, _: t.pop("last_hidden_states"), "last_hidden_states is absent, expected BF16 [11, 4]"),
+        (lambda t, _: t.pop("last_hidden_states"), "last_hidden_states is absent, expected BF16 [4, 4]"),
         (lambda t, _: t.update(more=t["loss_mask"]), "more is U8 [11], expected absent"),
         (lambda t, _: t.update(loss_mask=t["loss_mask"].bool()), "loss_mask is BOOL [11], expected U8 [11]"),
-        (lambda t, _: t.update(input_ids=t["input_ids"].long()), "input_ids is I64 [11], expected I32 [11]"),
+        (lambda t, _: t.update(input_ids=t["input_ids"].long()), "input_ids is I64 [11], expected U16 [11]"),
         (lambda t, _: t.update(aux_hidden_states=t["aux_hidden_states"][:, :8].contiguous()), "BF16 [11, 8]"),
         (lambda t, _: t.update(aux_hidden_states=t["aux_hidden_states"].half()), "F16 [11, 12], expected BF16"),
     ],
@@ -189,7 +189,7 @@ def test_a_tensor_that_does_not_match_the_contract(folder: Path, change: Callabl
         lambda _, header: header.pop("samples"),
         lambda _, header: header.update(samples=7),
         lambda _, header: header["samples"].reverse(),
-        lambda _, header: header.update(format_version=2),
+        lambda _, header: header.update(format_version=1),
     ],
 )
 def test_a_sample_list_that_is_no_list_or_in_another_order(folder: Path, change: Callable[..., object]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,20 @@ from safetensors.torch import load_file, save_file
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter, verify
 from eagle3.data.store_fingerprint import make_fingerprint
 from eagle3.data.store_format import load_manifest
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import ProblemsError
 from eagle3.wiring import WiringContract, check_dataset
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
-from tests.stores import HIDDEN, INDICES, TARGET_CONFIG, VOCAB, random_contract, random_sample, write_random_store
+from tests.stores import (
+    HIDDEN,
+    INDICES,
+    TARGET_CONFIG,
+    VOCAB,
+    random_contract,
+    random_sample,
+    rewrite_manifest,
+    write_random_store,
+)
 
 CHANNELS_OF_64 = [2, 13, 16, 19, 22, 25, 26, 30, 31, 32, 37, 48, 49, 50, 53, 56]
 
@@ -30,10 +41,14 @@ def contract(dtype: str = "float32") -> WiringContract:
     return replace(random_contract(), dtype=dtype)
 
 
+def layout(dtype: str = "float32", last_rows: LastRows = "all") -> StoreLayout:
+    return StoreLayout(contract(dtype), last_rows)
+
+
 def test_the_shortest_sample_that_is_long_enough_is_taken_and_cut() -> None:
     samples = [sample("long", 90), sample("short", 10), sample("first", 70, 1), sample("second", 70, 2)]
 
-    fingerprint = make_fingerprint(samples, contract())
+    fingerprint = make_fingerprint(samples, layout())
 
     assert fingerprint.sample == "first"
     assert fingerprint.token_ids == tuple(samples[2].input_ids[:64].tolist())
@@ -41,16 +56,16 @@ def test_the_shortest_sample_that_is_long_enough_is_taken_and_cut() -> None:
 
 
 def test_without_a_long_one_the_longest_is_taken_whole() -> None:
-    fingerprint = make_fingerprint([sample("a", 5), sample("b", 7, 1), sample("c", 7, 2)], contract())
+    fingerprint = make_fingerprint([sample("a", 5), sample("b", 7, 1), sample("c", 7, 2)], layout())
 
     assert fingerprint.sample == "b"
     assert len(fingerprint.token_ids) == 7 and fingerprint.positions == (0, 1, 2, 4, 5, 6)
-    assert make_fingerprint([sample("one", 1)], contract()).positions == (0,)
+    assert make_fingerprint([sample("one", 1)], layout()).positions == (0,)
 
 
 def test_the_numbers_are_the_stored_ones() -> None:
     stored = sample("a", 64)
-    fingerprint = make_fingerprint([stored], contract())
+    fingerprint = make_fingerprint([stored], layout())
 
     slots = stored.aux_hidden_states.view(64, len(INDICES), HIDDEN)
     rows, columns = list(fingerprint.positions), list(fingerprint.channels)
@@ -64,7 +79,7 @@ def test_the_channels_are_the_same_everywhere() -> None:
     states = torch.zeros(3, 64)
     stored = replace(sample("a", 3), aux_hidden_states=states.repeat(1, 3), last_hidden_states=states)
 
-    assert list(make_fingerprint([stored], wide).channels) == CHANNELS_OF_64
+    assert list(make_fingerprint([stored], StoreLayout(wide, "all")).channels) == CHANNELS_OF_64
 
 
 def test_other_layers_are_added_rounded_like_the_stored_ones() -> None:
@@ -75,14 +90,14 @@ def test_other_layers_are_added_rounded_like_the_stored_ones() -> None:
         asked.append(list(ids))
         return {-1: torch.full((64, HIDDEN), 1.001)}
 
-    fingerprint = make_fingerprint([stored], contract("bfloat16"), other_states)
+    fingerprint = make_fingerprint([stored], layout("bfloat16"), other_states)
 
     assert asked == [stored.input_ids.tolist()]
     assert list(fingerprint.states) == [-1, *INDICES]
     assert {value for row in fingerprint.states[-1] for value in row} == {1.0}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_a_stores_fingerprint_equals_its_shard_in_every_type(tmp_path: Path, dtype: str) -> None:
     folder = write_random_store(tmp_path / "s", contract=contract(dtype), change=cast_to(dtype))
 
@@ -94,21 +109,25 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> d
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    rewrite_manifest(path, manifest)
     return manifest
 
 
 def spoil(folder: Path, tensor: str, row: int, column: int) -> None:
     """Changes one number in the first shard, and nothing else."""
-    size = 2 if json.loads((folder / "manifest.json").read_text())["contract"]["dtype"] != "float32" else 4
     path = folder / "shard-00000.safetensors"
     raw = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
-    info = json.loads(raw[8:start])[tensor]
-    width = (info["shape"] + [1])[1]
-    size = 4 if tensor == "input_ids" else size
-    place = start + info["data_offsets"][0] + size * (row * width + column)
-    raw[place : place + size] = struct.pack("<i" if tensor == "input_ids" else "<f", 7)[-size:]
+    header = json.loads(raw[8:start])
+    info = header[tensor]
+    if tensor.startswith("last"):  # only supervised tokens have a row
+        mask = start + header["loss_mask"]["data_offsets"][0]
+        row = sum(raw[mask : mask + row])
+    begin, end = info["data_offsets"]
+    size, width = (end - begin) // math.prod(info["shape"]), (info["shape"] + [1])[1]
+    place = start + begin + size * (row * width + column)
+    number = {4: struct.pack("<f", 7), 2: struct.pack("<f", 7)[2:], 1: b"\x4e"}[size]
+    raw[place : place + size] = bytes([raw[place] ^ 1, 0]) if tensor == "input_ids" else number
     path.write_bytes(raw)
 
 
@@ -117,12 +136,13 @@ def cast_to(dtype: str) -> Callable[[StoredSample], StoredSample]:
 
     def cast(item: StoredSample) -> StoredSample:
         aux, last = item.aux_hidden_states * 0.37, item.last_hidden_states * 0.37
-        return replace(item, aux_hidden_states=aux.to(kind), last_hidden_states=last.to(kind))
+        kept = torch.bfloat16 if dtype == "float8_e4m3fn" else kind
+        return replace(item, aux_hidden_states=aux.to(kept), last_hidden_states=last.to(kept))
 
     return cast
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("tensor", "column", "said"),
     [
@@ -211,7 +231,7 @@ def test_a_sample_shorter_than_its_fingerprint_is_named(tmp_path: Path) -> None:
 
 def test_a_sample_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
     folder = write_random_store(tmp_path / "s")
-    fingerprint = make_fingerprint([sample("elsewhere", 9)], contract()).to_dict()
+    fingerprint = make_fingerprint([sample("elsewhere", 9)], layout()).to_dict()
     manifest = edit_manifest(folder, lambda value: value.update(fingerprint=fingerprint))
 
     assert [item.kind for item in check_stored_fingerprint(folder, manifest, contract())] == ["fingerprint.sample"]

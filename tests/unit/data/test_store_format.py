@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from eagle3.data.store import StoreReader, verify
-from eagle3.data.store_format import load_manifest, shard_layout
+from eagle3.data.store_format import load_manifest
+from eagle3.data.store_layout import StoreLayout
 from eagle3.errors import ProblemsError
 
 from .cases import contract, kinds, make_store
@@ -19,7 +20,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_manifest_survives_reading_and_writing(folder: Path) -> None:
     manifest = load_manifest(folder)
-    assert manifest.to_dict() == json.loads((folder / "manifest.json").read_text())
+    written = json.loads((folder / "manifest.json").read_text())
+    assert written.pop("seal").startswith("sha256:") and manifest.to_dict() == written
     assert manifest.contract == contract()
 
 
@@ -34,7 +36,8 @@ def test_a_manifest_survives_reading_and_writing(folder: Path) -> None:
         ("{}", "store.format"),
         ('{"format": "parquet"}', "store.format"),
         ('{"format": "eagle3-hidden-states"}', "store.format_version"),
-        ('{"format": "eagle3-hidden-states", "format_version": 2}', "store.format_version"),
+        ('{"format": "eagle3-hidden-states", "format_version": 3}', "store.format_version"),
+        ('{"format": "eagle3-hidden-states", "format_version": true}', "store.format_version"),
         ('{"format": "eagle3-hidden-states", "format_version": "1"}', "store.format_version"),
     ],
 )
@@ -62,6 +65,16 @@ def first(manifest: dict[str, Any]) -> dict[str, Any]:
     ("edit", "kind", "said"),
     [
         (lambda m: m.pop("settings"), "store.manifest_key", "settings is missing"),
+        (lambda m: m.pop("last_hidden_rows"), "store.manifest_key", "last_hidden_rows is missing"),
+        (lambda m: m.update(last_hidden_rows=1), "store.manifest_type", "last_hidden_rows is a int"),
+        (lambda m: m.update(last_hidden_rows="some"), "store.manifest_value", "last_hidden_rows is 'some'"),
+        (
+            lambda m: [m.update(format_version=1), m.pop("seal")],
+            "store.manifest_key",
+            "last_hidden_rows is not part of the format",
+        ),
+        (lambda m: m.pop("seal"), "store.manifest_key", "seal is missing"),
+        (lambda m: m["settings"].update(data="b.jsonl"), "file.seal", "its seal is another"),
         (lambda m: m.update(comment="hi"), "store.manifest_key", "comment is not part of the format"),
         (lambda m: m.update(shards={}), "store.manifest_type", "shards is a dict, expected list"),
         (lambda m: m.update(contract=None), "store.manifest_type", "contract is a NoneType"),
@@ -133,13 +146,26 @@ def test_fault_05_a_store_says_pre_or_post_norm(tmp_path: Path, kind: str) -> No
     assert StoreReader(folder).contract.last_hidden_states == kind
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_tensor_begins_at_a_multiple_of_its_element_size(dtype: str) -> None:
-    bits = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_every_tensor_begins_at_a_multiple_of_its_element_size(dtype: str, vocab_size: int) -> None:
+    bits = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U16": 2, "U8": 1, "F8_E4M3": 1}
     position = 0
-    for code, shape in shard_layout(contract(dtype=dtype, hidden_size=3), tokens=7).values():
+    layout = StoreLayout(contract(dtype=dtype, hidden_size=3, vocab_size=vocab_size))
+    assert ("U16" in {code for code, _ in layout.tensors(7, 5).values()}) == (vocab_size == 2**16)
+    for code, shape in layout.tensors(7, 5).values():
         assert position % bits[code] == 0
         size = bits[code]
         for length in shape:
             size *= length
         position += size
+    assert position == layout.tensor_bytes(7, 5)
+
+
+def test_an_fp8_store_of_kimis_width_takes_at_most_43_percent_of_bfloat16_with_all_last_states() -> None:
+    kimi: dict[str, Any] = {"hidden_size": 7168, "vocab_size": 163840}
+    full = StoreLayout(contract(**kimi), "all").tensor_bytes(1000, 400)
+    small = StoreLayout(contract(**kimi, dtype="float8_e4m3fn")).tensor_bytes(1000, 400)
+    assert full == 1000 * (4 * 7168 * 2 + 5)
+    assert small == 1000 * (3 * 7168 + 3 * 4 + 5) + 400 * (7168 + 4)
+    assert small <= 0.43 * full

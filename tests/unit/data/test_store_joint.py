@@ -201,7 +201,7 @@ def test_a_manifest_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monke
     with joint(tmp_path / "store") as store:
         write(store, 0)
         with monkeypatch.context() as patch, pytest.raises(ProblemsError, match="No space left"):
-            patch.setattr(store_joint, "write_json_atomic", full)
+            patch.setattr(store_joint, "save_manifest", full)
             write(store, 1)
         assert len(store.manifest().shards) == 1
         write(store, 2)

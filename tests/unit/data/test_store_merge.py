@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, Any]:
     }
     for name, data in files.items():
         if name.endswith(".json"):
-            files[name] = json.dumps({**json.loads(data), "provenance": None}).encode()
+            files[name] = json.dumps({**json.loads(data), "provenance": None, "seal": None}).encode()
     return files
 
 

@@ -13,6 +13,7 @@ from eagle3.data.store_repair import repair
 from eagle3.errors import ProblemsError
 from eagle3.files import digest_json
 from tests.children import killed
+from tests.stores import rewrite_manifest
 
 from .cases import kinds, make_store, write_missing, writer
 from .test_store_verify import flip, shard
@@ -88,7 +89,7 @@ def test_a_fingerprint_that_a_sound_shard_contradicts_has_its_shard_redone(folde
     fingerprint = manifest["fingerprint"]
     fingerprint["states"]["1"][0][0] += 1
     fingerprint["digest"] = digest_json({key: value for key, value in fingerprint.items() if key != "digest"})
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_manifest(folder / "manifest.json", manifest)
     assert [problem.kind for problem in verify(folder)] == ["fingerprint.states"]
     report = repair(folder, yes=True)
     assert [item.file for item in report.dropped] == [shard(folder, 0).name] and report.left == []
@@ -156,7 +157,7 @@ def test_a_manifest_that_cannot_be_written_leaves_everything(folder: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_repair, "write_json_atomic", full)
+        patch.setattr(store_repair, "save_manifest", full)
         with pytest.raises(ProblemsError) as error:
             repair(folder, yes=True)
     assert kinds(error.value) == ["disk.full"] and content(folder) == before

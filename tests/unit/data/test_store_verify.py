@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from eagle3.data import store_verify
 from eagle3.data.store import verify
 from eagle3.errors import Problem, ProblemsError
+from tests.stores import rewrite_manifest
 
 from .cases import kinds, make_store
 
@@ -162,14 +164,15 @@ def test_what_was_bad_or_has_changed_since_is_read_again(folder: Path, monkeypat
 
 
 def test_a_shard_of_which_the_manifest_says_something_else_is_read_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = make_store(tmp_path / "all", last_rows="all")
     record, manifest = folder.parent / "record", folder / "manifest.json"
     flip(shard(folder, 0), 8 * shard(folder, 0).stat().st_size - 1)
     files_read(folder, monkeypatch, record)
     said = '"id": "s4",\n          "supervised": 2'
     assert said in manifest.read_text()
-    manifest.write_text(manifest.read_text().replace(said, said.replace("2", "3")))
+    rewrite_manifest(manifest, json.loads(manifest.read_text().replace(said, said.replace("2", "3"))))
     read, problems = files_read(folder, monkeypatch, record)
     assert read == [shard(folder, 0).name, shard(folder, 2).name]
     assert "'s4' has 2 supervised tokens, the manifest says 3" in problems[-1].message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,11 +62,12 @@ def make_batch(rows: Sequence[Sequence[Document]], padding: int = 0) -> DraftBat
     """Packs each row's documents and pads at the right with values that must not matter."""
     width = max(sum(len(document.ids) for document in row) for row in rows) + padding
     shape = (len(rows), width)
+    last = torch.full((*shape, HIDDEN), torch.nan, dtype=torch.float64)
     batch = DraftBatch(
         input_ids=torch.full(shape, VOCAB - 1),
         loss_mask=torch.ones(shape, dtype=torch.bool),
         aux=torch.full((*shape, AUX * HIDDEN), torch.nan, dtype=torch.float64),
-        last_hidden=torch.full((*shape, HIDDEN), torch.nan, dtype=torch.float64),
+        last_hidden=last[0],
         document_ids=torch.full(shape, -1),
         position_ids=torch.zeros(shape, dtype=torch.int64),
         sample_ids=[],
@@ -78,11 +79,11 @@ def make_batch(rows: Sequence[Sequence[Document]], padding: int = 0) -> DraftBat
             batch.input_ids[place] = document.ids
             batch.loss_mask[place] = document.mask
             batch.aux[place] = document.aux
-            batch.last_hidden[place] = document.last
+            last[place] = document.last
             batch.document_ids[place] = number
             batch.position_ids[place] = torch.arange(len(document.ids))
             begin += len(document.ids)
-    return batch
+    return replace(batch, last_hidden=last[batch.loss_mask])
 
 
 def random_documents(count: int, seed: int, longest: int = 11) -> list[Document]:

@@ -28,7 +28,7 @@ def run_with_argmax(model: DraftModel, batch: DraftBatch, settings: TTTSettings,
     head, vocab = make_head(), make_vocab()
     counts = count_terms(batch, head, vocab, settings)
     known = counts.active if target_id in vocab.ids else torch.zeros_like(counts.active)
-    argmax = torch.where(counts.target_argmax >= 0, target_id, -1)
+    argmax = torch.full_like(counts.target_argmax, target_id)
     counts = replace(counts, target_argmax=argmax, in_vocab=known)
     return TTTLoss(model, vocab, settings)(batch, head, counts, torch.ones(settings.steps))
 
@@ -39,9 +39,9 @@ def read_places(mask: list[int], padding: int, rule: str) -> list[list[int]]:
     batch = make_batch([[make_document(mask)]], padding)
     base = run_with_argmax(model, batch, settings, IN_VOCAB).loss_sums
     found: list[list[int]] = [[], [], []]
-    for place in range(len(mask)):
+    for row, place in enumerate(place for place, supervised in enumerate(mask) if supervised):
         last_hidden = batch.last_hidden.clone()
-        last_hidden[0, place] += 1
+        last_hidden[row] += 1
         output = run_with_argmax(model, replace(batch, last_hidden=last_hidden), settings, IN_VOCAB)
         for k in (output.loss_sums != base).nonzero().flatten().tolist():
             found[k].append(place)

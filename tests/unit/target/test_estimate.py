@@ -19,6 +19,7 @@ from eagle3.config import ExtractConfig
 from eagle3.errors import ProblemsError
 from eagle3.target import estimate
 from eagle3.target.estimate import active_parameters, dry_run
+from eagle3.target.plan import make_plan
 from tests.unit.target.cases import extract_config, write_conversations
 from tests.unit.target.stream_cases import CHUNKS, Fake, as_process, stream_config
 
@@ -202,10 +203,10 @@ def test_the_estimate_says_what_each_type_would_take(
     out = capsys.readouterr().out
     assert not stop.value.code and tree(tmp_path).keys() == before.keys()
     assert "time, estimated: " in out and "dry run: nothing was written" in out
-    hidden, layers = 64, len(cfg.output_indices) + 1
-    for dtype, size in (("bfloat16", 2), ("float16", 2), ("float32", 4)):
-        per_token = size * hidden * layers + 5
-        chosen = r" \(this config\)" if dtype == cfg.store_dtype else ""
-        assert re.search(rf"^{dtype} +{per_token:,} +{536 * per_token / 2**20:.2f} MiB{chosen}$", out, re.MULTILINE), (
-            out
-        )
+    tokens, supervised, hidden, slots = 536, make_plan(cfg).prepared.supervised_tokens, 64, len(cfg.output_indices)
+    for dtype, size, scale in (("bfloat16", 2, 0), ("float16", 2, 0), ("float32", 4, 0), ("float8_e4m3fn", 1, 4)):
+        for rows, last in (("all", tokens), ("supervised", supervised)):
+            total = tokens * (slots * (size * hidden + scale) + 3) + last * (size * hidden + scale)
+            chosen = r" \(this config\)" if (dtype, rows) == ("float32", "supervised") else ""
+            line = rf"^{dtype} +{rows} +{total / tokens:,.0f} +{total / 2**20:.2f} MiB{chosen}$"
+            assert re.search(line, out, re.MULTILINE), (line, out)

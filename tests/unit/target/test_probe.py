@@ -17,6 +17,7 @@ from eagle3.target.probe import probe_dataset
 from eagle3.target.tiny import make_tiny_llama
 from eagle3.wiring.fingerprint_file import load_fingerprint
 from eagle3.wiring.probe_report import ProbeReport
+from tests.stores import rewrite_manifest
 from tests.unit.target.cases import extract_config, write_conversations
 
 LAYERS = {"llama": [1, 3, 5], "qwen3": [1, 3, 5], "kimi": [2, 30, 58]}
@@ -65,7 +66,7 @@ def relabel(store: Path, layers: list[int]) -> None:
     rows = dict(zip(layers, fingerprint.slots(contract), strict=False))
     manifest["contract"]["output_indices"] = layers
     manifest["fingerprint"] = type(fingerprint)(**{**vars(fingerprint), "states": rows}).to_dict()
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_manifest(store / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "streamed"])
@@ -110,7 +111,7 @@ def test_both_kinds_of_last_states_are_right_when_said(
 
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["contract"]["last_hidden_states"] = "pre_norm" if last == "post_norm" else "post_norm"
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_manifest(store / "manifest.json", manifest)
     assert kinds(run(store, tiny_target("qwen3"))) == [f"probe.{last}"]
 
 

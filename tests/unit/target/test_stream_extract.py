@@ -19,10 +19,11 @@ from eagle3.data.store import StoreReader, verify
 from eagle3.data.store_format import load_manifest
 from eagle3.data.store_joint import JointStore
 from eagle3.errors import ProblemsError, problem_error
-from eagle3.files import read_json_object, write_json_atomic
+from eagle3.files import read_json_object
 from eagle3.target import engine_choice, extract, stream_extract, stream_plan
 from eagle3.target.stream_plan import StreamPlan
 from tests.children import in_a_child
+from tests.stores import rewrite_manifest
 from tests.unit.target.stream_cases import CHUNKS, Fake, as_process, content, stream_config
 
 TinyTarget = Callable[[str], Path]
@@ -63,7 +64,8 @@ def test_samples_are_stored_in_the_order_of_the_data_with_their_states(cfg: Extr
             expected = sample.input_ids[:, None] + layer * torch.arange(reader.contract.hidden_size)
             hidden = reader.contract.hidden_size
             assert (sample.aux_hidden_states[:, slot * hidden : (slot + 1) * hidden] == expected).all()
-        assert (sample.last_hidden_states == sample.input_ids[:, None] + 100 * torch.arange(hidden)).all()
+        supervised = sample.input_ids[sample.loss_mask]
+        assert (sample.last_hidden_states == supervised[:, None] + 100 * torch.arange(hidden)).all()
     assert reader.fingerprint is not None and set(reader.fingerprint.states) == {-1, 0, 1, 2, 3, 4, 5, 6}
 
 
@@ -457,7 +459,7 @@ def test_a_store_of_another_engine_is_refused_by_name(cfg: ExtractConfig, fake: 
     manifest = read_json_object(path, "manifest")
     del manifest["settings"]["stream"]
     manifest["settings"]["engine"] = "transformers"
-    write_json_atomic(path, manifest)
+    rewrite_manifest(path, manifest)
     with pytest.raises(ProblemsError) as error:
         fake.run(cfg, 1, 2)
     assert {"store.other_settings"} == set(kinds(error))
@@ -470,7 +472,7 @@ def test_sizes_of_a_store_that_are_none_are_refused(cfg: ExtractConfig, fake: Fa
     fake.run(cfg, 0, 2)
     path = Path(cfg.output) / "manifest.json"
     manifest = read_json_object(path, "manifest")
-    write_json_atomic(path, {**manifest, "settings": {**manifest["settings"], "stream": stored}})
+    rewrite_manifest(path, {**manifest, "settings": {**manifest["settings"], "stream": stored}})
     left_open = cfg.stream.model_copy(update={"chunk_tokens": None, "micro_tokens": None})
 
     with pytest.raises(ProblemsError, match=r"settings\.stream") as error:

@@ -13,11 +13,13 @@ from eagle3.data.chat import TokenSample
 from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store_fingerprint import fingerprint_place, make_fingerprint
 from eagle3.data.store_format import shard_name
+from eagle3.data.store_layout import StoreLayout
 from eagle3.errors import ProblemsError, problem_error
 from eagle3.target import stream_sink
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, Staged, blocks_waiting, stager
-from tests.unit.data.cases import HIDDEN, contract, sample, writer
+from tests.unit.data.cases import HIDDEN, contract, layout, sample, writer
 
+OF = layout()
 STAGE = stager(torch.device("cpu"))
 SAMPLES = [sample(f"s{number}", tokens=5 + number, start=number) for number in range(4)]
 ENDS = (11, 26)
@@ -28,10 +30,10 @@ def plain(first: int, last: int) -> list[TokenSample]:
     return [TokenSample(s.id, s.input_ids.tolist(), s.loss_mask.tolist()) for s in SAMPLES[first:last]]
 
 
-def parts(folder: Path) -> list[Part]:
+def parts(folder: Path, of: StoreLayout = OF) -> list[Part]:
     """Two samples a shard: rows 0 to 11 and 11 to 26."""
     folder.mkdir(exist_ok=True)
-    files = [ShardFile(folder / shard_name(at), plain(2 * at, 2 * at + 2), contract()) for at in range(2)]
+    files = [ShardFile(folder / shard_name(at), plain(2 * at, 2 * at + 2), of) for at in range(2)]
     return [Part(0, ENDS[0], files[0]), Part(ENDS[0], ENDS[1], files[1])]
 
 
@@ -54,18 +56,20 @@ def walk(sink: ShardSink, step: int, keys: tuple[StateKey, ...] = KEYS) -> None:
 
 @pytest.mark.parametrize("block_bytes", [1, 3 * 2 * HIDDEN, 64 << 20])
 @pytest.mark.parametrize("step", [1, 4, 11, 26])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_pieces_land_in_the_shards_that_they_belong_to(
-    tmp_path: Path, step: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dtype: str, step: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large pieces go in blocks, which several threads write."""
     monkeypatch.setattr(stream_sink, "_BLOCK_BYTES", block_bytes)
-    cut = parts(tmp_path)
-    with ShardSink(cut, contract(), STAGE) as sink:
+    of = layout(dtype=dtype)
+    cut = parts(tmp_path, of)
+    with ShardSink(cut, of, STAGE) as sink:
         assert sink.keys == {1, 3, 4, "last"}
         walk(sink, step)
     for part in cut:
         part.file.close()
-    with writer(tmp_path / "store") as store:
+    with writer(tmp_path / "store", contract=of.contract) as store:
         store.write_shard(SAMPLES[:2])
         store.write_shard(SAMPLES[2:])
     for name in ("shard-00000.safetensors", "shard-00001.safetensors"):
@@ -75,7 +79,7 @@ def test_pieces_land_in_the_shards_that_they_belong_to(
 def test_rows_of_shards_that_are_there_already_are_let_pass(tmp_path: Path) -> None:
     whole, cut = parts(tmp_path / "whole"), parts(tmp_path / "cut")[1:]
     for some in (whole, cut):
-        with ShardSink(some, contract(), STAGE) as sink:
+        with ShardSink(some, OF, STAGE) as sink:
             walk(sink, 4)
         for part in some:
             part.file.close()
@@ -85,17 +89,17 @@ def test_rows_of_shards_that_are_there_already_are_let_pass(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [1, 4, 26])
 def test_the_fingerprint_is_that_of_its_shard_with_neighbours_from_the_same_walk(tmp_path: Path, step: int) -> None:
     cut = parts(tmp_path)
-    place = fingerprint_place([(item.id, item.input_ids) for item in plain(0, 2)], contract())
+    place = fingerprint_place(plain(0, 2), OF)
     assert place.sample == "s1"
     rows = FingerprintRows(place, len(SAMPLES[0].input_ids), contract())
-    with ShardSink(cut, contract(), STAGE, rows) as sink:
+    with ShardSink(cut, OF, STAGE, rows) as sink:
         assert sink.keys == {-1, 0, 1, 2, 3, 4, 5, "last"}
         walk(sink, step, (-1, 0, 1, 2, 3, 4, 5, "last"))
 
     def others(ids: object) -> dict[int, torch.Tensor]:
         return {index: torch.full((6, HIDDEN), float(index)) for index in (-1, 0, 2, 5)}
 
-    assert rows.fingerprint() == make_fingerprint(SAMPLES[:2], contract(), others)
+    assert rows.fingerprint() == make_fingerprint(SAMPLES[:2], OF, others)
 
 
 class Failing:
@@ -107,7 +111,7 @@ class Failing:
     def claim(self, key: StateKey, begin: int, count: int) -> bool:
         return begin == 1
 
-    def write(self, key: StateKey, begin: int, rows: torch.Tensor, sums: None) -> None:
+    def write(self, key: StateKey, begin: int, rows: torch.Tensor, numbers: None) -> None:
         self.fail("write", begin == 1)
 
     def sync(self) -> None:
@@ -120,7 +124,7 @@ class Failing:
 
 
 def failing_sink(call: str = "write") -> ShardSink:
-    return ShardSink([Part(0, ENDS[1], Failing(call))], contract(), STAGE)  # type: ignore[arg-type]
+    return ShardSink([Part(0, ENDS[1], Failing(call))], OF, STAGE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pieces", [3, 20])
@@ -154,7 +158,7 @@ def test_no_more_blocks_wait_for_the_disk_than_may(most: int) -> None:
     taken: list[int] = []
     given_back: list[int] = []
 
-    def slow(rows: torch.Tensor) -> Staged:
+    def slow(rows: torch.Tensor, scales: None) -> Staged:
         taken.append(len(rows))
         return Staged(lambda: (time.sleep(0.005), (rows, None))[1], lambda: given_back.append(1))
 
@@ -164,11 +168,11 @@ def test_no_more_blocks_wait_for_the_disk_than_may(most: int) -> None:
         def claim(self, key: StateKey, begin: int, count: int) -> bool:
             return False
 
-        def write(self, key: StateKey, begin: int, rows: torch.Tensor, sums: None) -> None:
+        def write(self, key: StateKey, begin: int, rows: torch.Tensor, numbers: None) -> None:
             self.done += len(rows)
 
     file = Memory()
-    with ShardSink([Part(0, 50, file)], contract(), slow, most_waiting=most) as sink:  # type: ignore[arg-type]
+    with ShardSink([Part(0, 50, file)], OF, slow, most_waiting=most) as sink:  # type: ignore[arg-type]
         for begin in range(50):
             sink.put(1, begin, torch.zeros(1, HIDDEN))
             assert len(taken) - len(given_back) <= most

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 import eagle3.data.loader as loader
 from eagle3.config import TrainConfig, dump_config
 from eagle3.errors import ProblemsError
-from eagle3.files import only_writer, read_json, write_json_atomic
+from eagle3.files import only_writer, read_json
 from eagle3.serve.saved_draft import load_run
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
-from tests.stores import train_config, write_random_store
+from tests.stores import rewrite_manifest, train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
 TIMES = {"tokens_per_second", "seconds", "data_wait"}
@@ -272,7 +272,7 @@ def test_a_damaged_provenance_is_refused_by_name(store: Path, tmp_path: Path, te
 def test_a_store_whose_special_tokens_are_damaged_is_refused(store: Path, tmp_path: Path, value: object) -> None:
     manifest = read_json(store / "manifest.json", "manifest")
     manifest["settings"]["keep_ids"] = value
-    write_json_atomic(store / "manifest.json", manifest)
+    rewrite_manifest(store / "manifest.json", manifest)
     with pytest.raises(ProblemsError, match=r"store\.keep_ids"):
         run_training(config_for(store, tmp_path / "run", draft={"draft_vocab_size": 8}))
 
