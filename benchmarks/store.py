@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from eagle3.data.loader import BatchPlan, load_windows
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter
 from eagle3.data.store_format import ShardInfo, load_manifest, save_manifest, shard_name
+from eagle3.data.store_layout import DTYPE_CODES, LastRows, StoreLayout
 from eagle3.data.store_sample import shard_content
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.wiring.contract import WiringContract
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="kimi")
     parser.add_argument("--folder", type=Path, help="where the store is made; default: a temporary folder")
     parser.add_argument("--row", type=int, help="tokens of a packed row; default: twice a sample's longest")
+    parser.add_argument("--dtype", choices=DTYPE_CODES, default="bfloat16")
+    parser.add_argument("--last-rows", choices=get_args(LastRows), default="supervised")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shards", type=int, default=20_000, help="of the store that is only opened (small: 200)")
@@ -50,28 +53,31 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary) / "store"
-        write(folder, args.shape)
+        write(folder, StoreLayout(contract(args.shape, args.dtype), args.last_rows), args.shape)
         size = sum(path.stat().st_size for path in folder.glob("shard-*"))
-        print(json.dumps({"what": "written", "gb": round(size / 1e9, 3), "torch": torch.__version__}), flush=True)
+        tokens = sum(item.tokens for item in StoreReader(folder).samples)
+        said = {"gb": round(size / 1e9, 3), "bytes_per_token": round(size / tokens), "torch": torch.__version__}
+        print(json.dumps({"what": "written", **said}), flush=True)
         passes = {"plain": plain, "batches": batches}
         rates = {what: measure(what, work, folder, args) for what, work in passes.items()}
         print(json.dumps({"what": "share of plain", "value": round(rates["batches"] / rates["plain"], 3)}), flush=True)
         opening(Path(temporary) / "many", 200 if args.shape == "small" else args.shards)
 
 
-def write(folder: Path, shape: str, samples: int | None = None, each: int = 4) -> None:
-    """Random samples of half to the whole length, a third of the tokens supervised."""
+def write(folder: Path, layout: StoreLayout, shape: str, samples: int | None = None, each: int = 4) -> None:
+    """Random samples of half to the whole length, 40% of the tokens supervised."""
     hidden, vocab, longest, count = SHAPES[shape]
     torch.manual_seed(0)
     head = {"embed_tokens.weight": torch.zeros(vocab, hidden, dtype=torch.bfloat16), "norm.weight": torch.ones(hidden)}
-    with StoreWriter(folder, contract(shape), {}, {"rms_norm_eps": 1e-5}, head) as writer:
+    config = {"rms_norm_eps": 1e-5}
+    with StoreWriter(folder, layout.contract, {}, config, head, last_rows=layout.last_rows) as writer:
         for begin in range(0, samples or count, each):
             numbers = range(begin, min(begin + each, samples or count))
             tokens = [longest // 2 + number * 37 % (longest // 2) for number in numbers]
             writer.write_shard([sample(*item, hidden, vocab) for item in zip(numbers, tokens, strict=True)])
 
 
-def contract(shape: str) -> WiringContract:
+def contract(shape: str, dtype: str = "bfloat16") -> WiringContract:
     hidden, vocab, _, _ = SHAPES[shape]
     digests = [f"sha256:{digit * 64}" for digit in "123"]
     return WiringContract(
@@ -83,7 +89,7 @@ def contract(shape: str) -> WiringContract:
         vocab_size=vocab,
         output_indices=(2, 30, 58),
         last_hidden_states="post_norm",
-        dtype="bfloat16",
+        dtype=dtype,
         tokenizer_digest=digests[1],
         chat_template_digest=digests[2],
     )
@@ -91,7 +97,7 @@ def contract(shape: str) -> WiringContract:
 
 def sample(number: int, tokens: int, hidden: int, vocab: int) -> StoredSample:
     mask = torch.zeros(tokens, dtype=torch.bool)
-    mask[tokens * 2 // 3 :] = True
+    mask[tokens * 3 // 5 :] = True
     return StoredSample(
         id=f"s{number}",
         input_ids=torch.randint(0, vocab, (tokens,), dtype=torch.int32),
@@ -102,7 +108,7 @@ def sample(number: int, tokens: int, hidden: int, vocab: int) -> StoredSample:
 
 
 def measure(what: str, work: Any, folder: Path, args: argparse.Namespace) -> float:
-    """Bytes/s of states, the median of some passes."""
+    """Bytes/s, the median of some passes."""
     rates, size = [], 0
     for number in range(args.repeats):
         if not args.warm:
@@ -140,15 +146,15 @@ def batches(folder: Path, args: argparse.Namespace, number: int) -> int:
     row = args.row or 2 * SHAPES[args.shape][2]
     reader = StoreReader(folder)
     plan = BatchPlan(0, [item.tokens for item in reader.samples], row, pack=True)
-    for window in load_windows(reader, plan.epoch(number), range(len(reader)), row):
+    for window in load_windows(reader, plan.epoch(number), range(len(reader)), row, threads=args.threads):
         del window
-    per_token = 4 * reader.contract.hidden_size * 2
-    return sum(item.tokens for item in reader.samples) * per_token
+    read = replace(reader.layout, last_rows="supervised")  # other rows are not read, whatever is there
+    return sum(read.tensor_bytes(item.tokens, item.supervised) for item in reader.samples)
 
 
 def opening(folder: Path, shards: int) -> None:
     """Seconds to open a store of so many shards, each of one sample of four tokens."""
-    write(folder, "small", samples=1)
+    write(folder, StoreLayout(contract("small")), "small", samples=1)
     manifest, (hidden, vocab, _, _) = load_manifest(folder), SHAPES["small"]
     entries = list(manifest.shards)
     for number in range(1, shards):

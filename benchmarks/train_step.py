@@ -86,7 +86,7 @@ def make_batch(shape: str, tokens: int, fraction: float, device: torch.device) -
         input_ids=torch.randint(0, vocab_size, (1, tokens), device=device),
         loss_mask=mask[None],
         aux=torch.randn(1, tokens, 3 * hidden, dtype=torch.bfloat16, device=device),
-        last_hidden=torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device=device),
+        last_hidden=torch.randn(int(mask.sum()), hidden, dtype=torch.bfloat16, device=device),
         document_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device),
         position_ids=place[None],
         sample_ids=["random"],

@@ -174,7 +174,12 @@ def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype, slots: int
 
 
 def load_windows(
-    reader: StoreReader, windows: Sequence[Window], indices: Sequence[int], max_length: int, rank: int = 0
+    reader: StoreReader,
+    windows: Sequence[Window],
+    indices: Sequence[int],
+    max_length: int,
+    rank: int = 0,
+    threads: int | None = None,
 ) -> Generator[list[DraftBatch], None, None]:
     """This rank's micro-batches, a list for each window, in order; the next window is read in the background, by
     several threads straight into the batches' memory.
@@ -185,8 +190,9 @@ def load_windows(
         indices: the plan's sample i is sample `indices[i]` of the store.
         max_length: longest row, in tokens.
         rank: of this process.
+        threads: that read, see `RowReader`.
     """
-    with RowReader(reader) as states:
+    with RowReader(reader, threads) as states:
         ahead = None
         for window in windows:
             samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]

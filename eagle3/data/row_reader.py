@@ -25,12 +25,12 @@ class RowReader:
 
     Args:
         reader: the store.
-        threads: that read at a time.
+        threads: that read at a time; default: 8.
     """
 
-    def __init__(self, reader: StoreReader, threads: int = _THREADS) -> None:
+    def __init__(self, reader: StoreReader, threads: int | None = None) -> None:
         self._reader = reader
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read_rows")
+        self._pool = ThreadPoolExecutor(threads or _THREADS, thread_name_prefix="read_rows")
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(_Shard)
 
     def read(self, index: int, name: str, row: int, target: torch.Tensor) -> list[Future[None]]:

@@ -61,10 +61,12 @@ def evaluate_checkpoint(checkpoint: Path | str, dataset: Path | str, steps: int)
         steps: drafts a round.
 
     Raises:
-        ProblemsError: the checkpoint is damaged; its contract and the store's differ (every difference is listed).
+        ProblemsError: the checkpoint is damaged; its contract and the store's differ in more than the states' type
+            (every difference is listed).
     """
     draft, reader = load_draft(checkpoint), StoreReader(dataset)
-    differences = draft.contract.compare(reader.contract, f"checkpoint {checkpoint}", f"dataset {dataset}")
+    names = f"checkpoint {checkpoint}", f"dataset {dataset}"
+    differences = draft.contract.compare(reader.contract, *names, any_dtype=True)
     raise_problems(differences, f"cannot evaluate {checkpoint} on {dataset}")
     model = draft.model(reader.target_head()["embed_tokens.weight"])
     if torch.cuda.is_available():

@@ -53,7 +53,8 @@ def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
     """Splits a store by the config's seed, or takes `eval_dataset` as the held-out samples.
 
     Raises:
-        ProblemsError: nothing is supervised; or `eval_dataset` has another contract (every difference is listed).
+        ProblemsError: nothing is supervised; or `eval_dataset` has another contract (every difference but the states'
+            type is listed).
     """
     notes: list[str] = []
     usable = _usable(reader, config.max_length, notes)
@@ -103,7 +104,7 @@ def _open_eval_dataset(config: TrainConfig, reader: StoreReader) -> StoreReader:
     assert config.eval_dataset is not None
     other = StoreReader(Path(config.eval_dataset))
     mine, theirs = f"eval_dataset {config.eval_dataset}", f"dataset {config.dataset}"
-    raise_problems(other.contract.compare(reader.contract, mine, theirs))
+    raise_problems(other.contract.compare(reader.contract, mine, theirs, any_dtype=True))
     return other
 
 

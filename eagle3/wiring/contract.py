@@ -113,7 +113,7 @@ class WiringContract:
         """Writes the contract to a file, or into a folder under its usual name."""
         write_json_atomic(path / CONTRACT_FILE if path.is_dir() else path, self.to_dict())
 
-    def compare(self, other: WiringContract, mine: str, theirs: str) -> list[Problem]:
+    def compare(self, other: WiringContract, mine: str, theirs: str, any_dtype: bool = False) -> list[Problem]:
         """Every difference between two contracts, kinds `contract.<field>`.
 
         A draft-vocab digest that one side does not have yet is no difference.
@@ -121,12 +121,13 @@ class WiringContract:
         Args:
             mine: what this contract belongs to, in words; differing layers are described as its fault.
             theirs: what the other belongs to.
+            any_dtype: the states may be stored in different types, where they are of two stores.
         """
         problems = []
         for field in dataclasses.fields(self):
             ours, others = getattr(self, field.name), getattr(other, field.name)
             undecided = field.name == "draft_vocab_digest" and None in (ours, others)
-            if ours == others or undecided:
+            if ours == others or undecided or (any_dtype and field.name == "dtype"):
                 continue
             message = f"{field.name} is {ours!r} in {mine}, {others!r} in {theirs}"
             if field.name == "output_indices":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from eagle3.data.shard_file import StateKey
+from eagle3.data.chat import TokenSample
+from eagle3.data.loader import BatchPlan, collate, load_windows
+from eagle3.data.shard_file import ShardFile, StateKey
+from eagle3.data.store import StoreReader
 from eagle3.target.stream_sink import Part, ShardSink, stager
-from tests.unit.data.cases import HIDDEN, contract
+from tests.unit.data.cases import HIDDEN, contract, layout, sample, writer
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +36,7 @@ def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() 
     sizes = [70_000, 1, 130_000, 40_000] * 8
     shard = Rows(sum(sizes))
     matrix = torch.randn(4096, 4096, device="cuda")
-    with ShardSink([Part(0, sum(sizes), shard)], contract(dtype="float32"), stager(matrix.device)) as sink:  # type: ignore[arg-type]
+    with ShardSink([Part(0, sum(sizes), shard)], layout("all", dtype="float32"), stager(matrix.device)) as sink:  # type: ignore[arg-type]
         begin = 0
         piece = torch.empty(max(sizes), HIDDEN, device="cuda")
         for size in sizes:
@@ -43,3 +48,40 @@ def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() 
             piece.fill_(-1)
             begin += size
     assert torch.equal(shard.states, torch.arange(sum(sizes), dtype=torch.float32)[:, None].expand(-1, HIDDEN))
+
+
+def test_fp8_states_of_the_gpu_are_byte_for_byte_those_of_the_cpu(tmp_path: Path) -> None:
+    """Quantized on the card: the same values and scales as on the CPU, for every exponent."""
+    of = layout(dtype="float8_e4m3fn")
+    samples = [TokenSample("s", [1] * 4000, [place % 3 > 0 for place in range(4000)])]
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.logspace(-37, 37, 4000)[:, None]
+    states = (torch.randn(4000, HIDDEN, generator=generator) * exponents).bfloat16()
+    states[7] = 0
+    written = []
+    for device in ("cuda", "cpu"):
+        (tmp_path / device).mkdir()
+        file = ShardFile(tmp_path / device / "shard-00000.safetensors", samples, of)
+        with ShardSink([Part(0, 4000, file)], of, stager(torch.device(device))) as sink:
+            for key in (*of.contract.output_indices, "last"):
+                sink.put(key, 0, states.to(device))  # type: ignore[arg-type]
+        file.close()
+        written.append(file.path.read_bytes())
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_batches_on_the_gpu_hold_what_the_store_holds(tmp_path: Path, dtype: str) -> None:
+    """Read into pinned memory, and dequantized on the card."""
+    with writer(tmp_path / "store", contract=contract(dtype=dtype)) as store:
+        store.write_shard([sample(f"s{number}", tokens=50 + number, start=number) for number in range(4)])
+    reader = StoreReader(tmp_path / "store")
+    windows = BatchPlan(0, [item.tokens for item in reader.samples], 128, pack=True).epoch(0)
+    for window, [batch] in zip(windows, load_windows(reader, windows, range(4), 128), strict=True):
+        [[rows]] = window
+        expected = collate([[reader.read(index) for index in row] for row in rows], 128)
+        places = torch.arange(batch.input_ids.numel())
+        assert batch.aux.is_pinned() and batch.last_hidden.is_pinned()
+        moved = batch.to("cuda")
+        assert torch.equal(moved.aux_rows(places.cuda()).cpu(), expected.aux_rows(places))
+        assert torch.equal(moved.last_rows(places.cuda()).cpu(), expected.last_rows(places))

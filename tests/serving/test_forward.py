@@ -71,7 +71,7 @@ def ours(model: DraftModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.
         input_ids=inputs["tokens"][None],
         loss_mask=torch.ones(1, count, dtype=torch.bool),
         aux=inputs["aux"][None],
-        last_hidden=torch.zeros(1, count, HIDDEN),
+        last_hidden=torch.zeros(count, HIDDEN),
         document_ids=torch.zeros(1, count, dtype=torch.int64),
         position_ids=torch.arange(count)[None],
         sample_ids=["sample"],
