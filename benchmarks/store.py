@@ -3,9 +3,10 @@
     python benchmarks/store.py --folder /fast/disk      a store of Kimi-K2.5's width, 4 GB
     python benchmarks/store.py --shape small            in a second: shows that it still runs
 
-Prints a JSON line for each pass over the store: `plain` reads every shard with as many threads in large blocks into
-one buffer again and again; `batches` is what the trainer iterates over (packed rows, shuffled, in pinned memory where
-there is a GPU); `open` is opening a store of many small shards. The page cache is dropped before each pass
+Prints a JSON line for each pass over the store: `plain` reads every shard with as many threads in large blocks, each
+into one buffer again and again, which stays in the processor's cache; `plain into memory` does so into two buffers of a
+batch's size by turns, as batches must be; `batches` is what the trainer iterates over (packed rows, shuffled, in pinned
+memory where there is a GPU); `open` is opening a store of many small shards. The page cache is dropped before each pass
 where the system lets a program do that, unless `--warm`.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,9 +60,11 @@ def main() -> None:
         tokens = sum(item.tokens for item in StoreReader(folder).samples)
         said = {"gb": round(size / 1e9, 3), "bytes_per_token": round(size / tokens), "torch": torch.__version__}
         print(json.dumps({"what": "written", **said}), flush=True)
-        passes = {"plain": plain, "batches": batches}
+        passes = {"plain": plain, "plain into memory": partial(plain, into_memory=True), "batches": batches}
         rates = {what: measure(what, work, folder, args) for what, work in passes.items()}
-        print(json.dumps({"what": "share of plain", "value": round(rates["batches"] / rates["plain"], 3)}), flush=True)
+        for what in ("plain", "plain into memory"):
+            share = round(rates["batches"] / rates[what], 3)
+            print(json.dumps({"what": f"batches as a share of {what}", "value": share}), flush=True)
         opening(Path(temporary) / "many", 200 if args.shape == "small" else args.shards)
 
 
@@ -122,21 +126,29 @@ def measure(what: str, work: Any, folder: Path, args: argparse.Namespace) -> flo
     return middle
 
 
-def plain(folder: Path, args: argparse.Namespace, number: int) -> int:
-    """Every byte of every shard, a block at a time into one buffer a thread."""
-    pin = torch.cuda.is_available()
-    buffers = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pin).numpy().data for _ in range(args.threads)]
+def plain(folder: Path, args: argparse.Namespace, number: int, into_memory: bool = False) -> int:
+    """Every byte of every shard, a block at a time into as many buffers as there are threads, or as two batches have."""
+    pin, count = torch.cuda.is_available(), args.threads
+    if into_memory:
+        manifest = load_manifest(folder)
+        row = args.row or 2 * SHAPES[args.shape][2]
+        count = max(2 * manifest.layout.tensor_bytes(row, 2 * row // 5) // BLOCK, args.threads)
+    memory = torch.empty(count * BLOCK, dtype=torch.uint8, pin_memory=pin).numpy().data
+    buffers = [memory[at : at + BLOCK] for at in range(0, len(memory), BLOCK)]
 
     def read(job: tuple[int, int, int]) -> int:
-        descriptor, begin, thread = job
-        return os.preadv(descriptor, [buffers[thread]], begin)
+        descriptor, begin, place = job
+        return os.preadv(descriptor, [buffers[place]], begin)
 
-    total = 0
+    total = read_so_far = 0
     with ThreadPoolExecutor(args.threads) as pool:
         for path in sorted(folder.glob("shard-*")):
             descriptor = os.open(path, os.O_RDONLY)
             blocks = range(0, path.stat().st_size, BLOCK)
-            total += sum(pool.map(read, ((descriptor, at, place % args.threads) for place, at in enumerate(blocks))))
+            total += sum(
+                pool.map(read, ((descriptor, at, (read_so_far + place) % count) for place, at in enumerate(blocks)))
+            )
+            read_so_far += len(blocks)
             os.close(descriptor)
     return total
 

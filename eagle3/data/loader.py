@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from eagle3.data.packing import pack_rows
-from eagle3.data.row_reader import RowReader, wait_for
+from eagle3.data.row_reader import Part, RowReader, wait_for
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.draft.batch import DraftBatch
 
@@ -222,23 +222,21 @@ def _begin(
         batch, places = _frame(tokens, widths, layout.dtype, slots)
         batches.append(batch)
         for index, place in zip(chain.from_iterable(rows), places, strict=True):
-            jobs += _fill(reader, states, index, place, batch)
+            jobs += states.read(index, list(_parts(reader, index, place, batch)))
     return batches, jobs
 
 
-def _fill(
-    reader: StoreReader, states: RowReader, index: int, place: _Place, batch: DraftBatch
-) -> Iterator[Future[None]]:
-    """The reads of one sample's states."""
+def _parts(reader: StoreReader, index: int, place: _Place, batch: DraftBatch) -> Iterator[Part]:
+    """What is to be read of one sample's states, and where to."""
     stored, columns = reader.place(index), (place.row, place.columns)
-    yield from states.read(index, "aux_hidden_states", stored.rows.start, batch.aux[columns])
+    yield Part("aux_hidden_states", stored.rows.start, batch.aux[columns])
     if batch.aux_scales is not None:
-        yield from states.read(index, "aux_scales", stored.rows.start, batch.aux_scales[columns])
+        yield Part("aux_scales", stored.rows.start, batch.aux_scales[columns])
     runs = [(0, place.last)] if reader.layout.last_rows == "supervised" else _runs(batch.loss_mask[columns], place.last)
     for begin, rows in runs:
-        yield from states.read(index, "last_hidden_states", stored.last.start + begin, batch.last_hidden[rows])
+        yield Part("last_hidden_states", stored.last.start + begin, batch.last_hidden[rows])
         if batch.last_scales is not None:
-            yield from states.read(index, "last_scales", stored.last.start + begin, batch.last_scales[rows])
+            yield Part("last_scales", stored.last.start + begin, batch.last_scales[rows])
 
 
 def _runs(loss_mask: torch.Tensor, rows: slice) -> list[tuple[int, slice]]:

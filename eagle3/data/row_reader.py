@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -16,8 +16,25 @@ from eagle3.files import read_into
 from eagle3.wiring.safetensors_header import read_header
 
 _THREADS = 8
-_PIECE_BYTES = 8 << 20
+_JOB_BYTES = 16 << 20
 _OPEN_SHARDS = 64
+
+_Piece = tuple[str, int, memoryview]
+"""Tensor, the byte in it where the piece begins, and the memory to fill."""
+
+
+class Part(NamedTuple):
+    """Rows to read.
+
+    Attributes:
+        name: of the shard's tensor.
+        row: the first one, in the shard.
+        target: contiguous [n, ..] on the CPU, n rows as in the file.
+    """
+
+    name: str
+    row: int
+    target: torch.Tensor
 
 
 class RowReader:
@@ -33,22 +50,17 @@ class RowReader:
         self._pool = ThreadPoolExecutor(threads or _THREADS, thread_name_prefix="read_rows")
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(_Shard)
 
-    def read(self, index: int, name: str, row: int, target: torch.Tensor) -> list[Future[None]]:
-        """Begins to read rows of a tensor of the shard that a sample is in.
+    def read(self, index: int, parts: Sequence[Part]) -> list[Future[None]]:
+        """Begins to read rows of the shard that a sample is in.
 
         Args:
             index: of the sample in the store.
-            name: of the tensor.
-            row: the first one, in the shard.
-            target: contiguous [n, ..] on the CPU, n rows as in the file; filled when all that is returned is done.
+            parts: what to read, and where to.
 
         Returns:
             the reads; one whose file has become shorter raises `ProblemsError`, which names shard and sample.
         """
-        memory = target.view(torch.uint8).flatten()
-        begin = row * (memory.numel() // max(len(target), 1))
-        pieces = [(begin + at, memory[at : at + _PIECE_BYTES]) for at in range(0, memory.numel(), _PIECE_BYTES)]
-        return [self._pool.submit(self._fill, index, name, *piece) for piece in pieces]
+        return [self._pool.submit(self._fill, index, pieces) for pieces in _jobs(parts)]
 
     def __enter__(self) -> Self:
         return self
@@ -57,12 +69,31 @@ class RowReader:
         self._pool.shutdown(cancel_futures=True)
         self._open.cache_clear()
 
-    def _fill(self, index: int, name: str, begin: int, piece: torch.Tensor) -> None:
+    def _fill(self, index: int, pieces: Sequence[_Piece]) -> None:
         shard = self._open(self._reader.folder / self._reader.place(index).file)
-        if not shard.read(name, begin, piece.numpy().data):
-            where = f"{shard.path}: sample {self._reader.samples[index].id!r}"
-            fix = "run `eagle3 data verify`, then `eagle3 extract` again"
-            raise problem_error(where, "store.shard_truncated", "the file has become shorter while in use", fix)
+        for name, begin, memory in pieces:
+            if not shard.read(name, begin, memory):
+                where = f"{shard.path}: sample {self._reader.samples[index].id!r}"
+                fix = "run `eagle3 data verify`, then `eagle3 extract` again"
+                raise problem_error(where, "store.shard_truncated", "the file has become shorter while in use", fix)
+
+
+def _jobs(parts: Sequence[Part]) -> Iterator[list[_Piece]]:
+    """The parts cut and grouped: each thread's turn takes long enough to be worth handing out."""
+    job: list[_Piece] = []
+    room = _JOB_BYTES
+    for name, row, target in parts:
+        memory = target.view(torch.uint8).flatten().numpy().data
+        first, at = row * (len(memory) // max(len(target), 1)), 0
+        while at < len(memory):
+            piece = memory[at : at + room]
+            job.append((name, first + at, piece))
+            at, room = at + len(piece), room - len(piece)
+            if not room:
+                yield job
+                job, room = [], _JOB_BYTES
+    if job:
+        yield job
 
 
 class _Shard:

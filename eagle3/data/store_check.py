@@ -6,6 +6,7 @@ Every function returns problems; none raises for bad data.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from eagle3.data.store_format import (
     shard_metadata,
 )
 from eagle3.data.store_layout import DTYPE_CODES, StoreLayout
+from eagle3.data.store_sample import header_metadata
+from eagle3.data.tensor_file import file_header
 from eagle3.errors import Problem, ProblemsError
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
@@ -58,6 +61,8 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
 
 def check_shard(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:
     """Size, header, tensors and sample list of one shard, without reading its states."""
+    if _is_as_written(folder, shard, layout):
+        return []
     where, inside = str(folder / shard.file), samples_said(shard)
     header = _checked_header(folder, shard, "shard", inside)
     if not isinstance(header, Header):
@@ -70,6 +75,21 @@ def check_shard(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Pro
             message = f"{name} is {_said(found.get(name))}, expected {_said(expected.get(name))} {inside}"
             problems.append(Problem(where, "store.shard_mismatch", message, REDO))
     return problems
+
+
+def _is_as_written(folder: Path, shard: ShardInfo, layout: StoreLayout) -> bool:
+    """Whether size and header are to the byte what our writers write: then there is nothing to look for. A tenth of the
+    time that parsing takes, which counts with thousands of shards.
+    """
+    tensors = layout.tensors(shard.tokens, shard.supervised)
+    header = file_header(tensors, header_metadata(shard.samples, layout.version))
+    if shard.bytes != len(header) + layout.tensor_bytes(shard.tokens, shard.supervised):
+        return False
+    try:
+        with open(f"{folder}/{shard.file}", "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size == shard.bytes and file.read(len(header)) == header
+    except OSError:  # the checks that follow say what is wrong
+        return False
 
 
 def check_target_head(folder: Path, manifest: Manifest) -> list[Problem]:

@@ -176,7 +176,7 @@ def test_what_is_loaded_is_what_collating_the_samples_gives(
             mask = torch.arange(3 + number) % 3 != 1  # several answers
             store.write_shard([replace(item, loss_mask=mask)])
     reader = StoreReader(tmp_path / "store")
-    monkeypatch.setattr(row_reader, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(row_reader, "_JOB_BYTES", piece)
     lengths = [min(sample.tokens, max_length) for sample in reader.samples]
     windows = BatchPlan(0, lengths, 2 * max_length, batch_size=2, pack=True).epoch(0)
     for window, [batch] in zip(windows, load_windows(reader, windows, range(7), max_length), strict=True):
