@@ -1,6 +1,6 @@
 """How fast training batches come from a store, against reading the same bytes plainly.
 
-    python benchmarks/store.py --folder /fast/disk      a store of Kimi-K2.5's width, 4 GB
+    python benchmarks/store.py --folder /fast/disk      a store of Kimi-K2.5's width, 5 GB
     python benchmarks/store.py --shape small            in a second: shows that it still runs
 
 Prints a JSON line for each pass over the store: `plain` reads every shard with as many threads in large blocks, each
@@ -37,7 +37,7 @@ from eagle3.data.store_sample import shard_content
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.wiring.contract import WiringContract
 
-SHAPES = {"kimi": (7168, 163840, 2048, 36), "small": (64, 512, 64, 12)}
+SHAPES = {"kimi": (7168, 163840, 2048, 72), "small": (64, 512, 64, 12)}
 BLOCK = 8 << 20
 
 
@@ -127,7 +127,7 @@ def measure(what: str, work: Any, folder: Path, args: argparse.Namespace) -> flo
 
 
 def plain(folder: Path, args: argparse.Namespace, number: int, into_memory: bool = False) -> int:
-    """Every byte of every shard, a block at a time into as many buffers as there are threads, or as two batches have."""
+    """Every byte of every shard, a block at a time, into a buffer a thread or into as many as two batches have."""
     pin, count = torch.cuda.is_available(), args.threads
     if into_memory:
         manifest = load_manifest(folder)
@@ -140,15 +140,14 @@ def plain(folder: Path, args: argparse.Namespace, number: int, into_memory: bool
         descriptor, begin, place = job
         return os.preadv(descriptor, [buffers[place]], begin)
 
-    total = read_so_far = 0
+    total = done = 0
     with ThreadPoolExecutor(args.threads) as pool:
         for path in sorted(folder.glob("shard-*")):
             descriptor = os.open(path, os.O_RDONLY)
-            blocks = range(0, path.stat().st_size, BLOCK)
-            total += sum(
-                pool.map(read, ((descriptor, at, (read_so_far + place) % count) for place, at in enumerate(blocks)))
-            )
-            read_so_far += len(blocks)
+            begins = range(0, path.stat().st_size, BLOCK)
+            jobs = [(descriptor, at, (done + place) % count) for place, at in enumerate(begins)]
+            total += sum(pool.map(read, jobs))
+            done += len(jobs)
             os.close(descriptor)
     return total
 
