@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
-from eagle3.config import ExtractConfig
+from eagle3.config import ExtractConfig, ImportConfig
 from eagle3.errors import problem_error
 
 data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
@@ -136,3 +136,21 @@ def data_estimate(config: ConfigFile = None, overrides: Overrides = None) -> Non
     report = dry_run(run_config(ExtractConfig, config, overrides), by_dtype=True)
     print(report.render())
     raise typer.Exit(exit_code(report.problems))
+
+
+@data_app.command("import", epilog=epilog(ImportConfig))
+def data_import(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not hold the files against the target.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out and count bad samples.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Check and probe everything, and write nothing.")] = False,
+) -> None:
+    """A dump of SpecForge, speculators or Model-Optimizer as a store; see docs/import.md.
+
+    What was begun goes on.
+    """
+    from eagle3.target.import_dump import run_import
+
+    chosen = ["probe=false"] * no_probe + ["skip_bad=true"] * skip_bad
+    print(run_import(run_config(ImportConfig, config, [*(overrides or []), *chosen]), dry).render())

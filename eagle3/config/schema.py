@@ -164,6 +164,51 @@ class ExtractConfig(Section):
         return self
 
 
+class ImportConfig(Section):
+    """`eagle3 data import`: another trainer's dump of hidden states, as a store; see docs/import.md."""
+
+    source: PathText
+    """Folder of the dump; files below it are found too."""
+    target: TargetConfig
+    """The target that made the dump: its config, tokenizer and head go into the store. `dtype`: that it computed in."""
+    layers: list[LayerIndex]
+    """Layers that the files hold, in the order of their slots; the files do not say. Read as `numbering` says."""
+    numbering: Literal["output_index", "boundary", "sglang"]
+    """What a number of `layers` means. `output_index`: the output of that layer, counted from 0; `boundary`: the index
+    in Transformers' `hidden_states`, and vLLM's and speculators' numbers (0 is the embedding); `sglang`: what SGLang of
+    `sglang_version` makes of it for this target."""
+    last_hidden_states: Literal["post_norm", "pre_norm"]
+    """Whether the files' last hidden states were taken after or before the final norm; they do not say."""
+    output: PathText
+    """Folder of the hidden-state store."""
+    sglang_version: str | None = None
+    """SGLang's version where the dump was made; required with `numbering=sglang`."""
+    format: Literal["auto", "specforge", "speculators", "modelopt"] = "auto"
+    """Whose files they are; `auto` tells by their names and keys."""
+    loss_mask: PathText = "file"
+    """Where loss masks come from: the files themselves (`file`), every token supervised (`all`), a JSONL file of `id`
+    and `loss_mask`, or the folder that speculators' prepare_data.py wrote."""
+    store_dtype: StoreDtype | None = None
+    """Type of the stored states; default: the files' own. A narrower one rounds them, and says so."""
+    last_hidden_rows: Literal["supervised", "all"] = "supervised"
+    """Store last hidden states for the supervised tokens, which is all that training reads, or for every token."""
+    probe: bool = True
+    """Before anything is written, compute a few samples anew with the target and hold the files against them; needs all
+    of its weights, which are downloaded if it is on the hub."""
+    probe_samples: PositiveInt = 4
+    """How many samples the probe computes, from the shortest to the longest, cut to 256 tokens."""
+    skip_bad: bool = False
+    """Leave out and count samples that cannot be imported, instead of stopping."""
+    workers: PositiveInt | None = None
+    """Files checked at a time; default: one a core, 8 at most."""
+    shard_max_bytes: PositiveInt = 2 << 30
+    """Largest shard, in bytes."""
+    shard_max_samples: PositiveInt = 1024
+    """Most samples in a shard; a kill loses at most the shard in work."""
+    free_disk_fraction: Fraction = 0.02
+    """Share of the disk that must stay free; the import is refused if it would not."""
+
+
 class RopeSection(Section):
     """Rotary position embedding of the drafter."""
 

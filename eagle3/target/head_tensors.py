@@ -49,14 +49,8 @@ def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tor
             them; a weight file is damaged.
     """
     dtype = getattr(torch, target.dtype)
-    places = {
-        name: (path, info)
-        for path in sorted(files.folder.glob("*.safetensors"))
-        for name, info in read_header(path).tensors.items()
-    }
+    places = check_head_tensors(files, target)
     wanted = _wanted(files, dtype, places)
-    problems = (_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
-    raise_problems(problem for problem in problems if problem is not None)
     tensors = {key: _read(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
     if (
         files.text_config.get("tie_word_embeddings")
@@ -65,6 +59,32 @@ def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tor
     ):
         del tensors[HEAD]
     return tensors
+
+
+def check_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tuple[Path, TensorInfo]]:
+    """Where each tensor of the checkpoint lies; refuses one that lacks any of these three.
+
+    Raises:
+        ProblemsError: as `read_head_tensors`; only headers are read.
+    """
+    places = {
+        name: (path, info)
+        for path in sorted(files.folder.glob("*.safetensors"))
+        for name, info in read_header(path).tensors.items()
+    }
+    wanted = _wanted(files, getattr(torch, target.dtype), places)
+    problems = (_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
+    raise_problems(problem for problem in problems if problem is not None)
+    return places
+
+
+def has_all_weights(folder: Path) -> bool:
+    """Whether every weight file that a checkpoint's index names is there."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return (folder / "model.safetensors").exists()
+    places = read_json_object(index, "the index of the target's weights").get("weight_map")
+    return isinstance(places, dict) and all((folder / str(name)).exists() for name in set(places.values()))
 
 
 def _wanted(files: TargetFiles, dtype: torch.dtype, there: Container[str]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eagle3.config import ExtractConfig
+from eagle3.config import ExtractConfig, TargetConfig
 from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
 from eagle3.data.store_check import check_store
@@ -66,15 +66,25 @@ class ExtractPlan:
         return len(self.contract.output_indices) * self.contract.hidden_size
 
     @cached_property
+    def sample_tokens(self) -> list[tuple[str, int]]:
+        """Id and tokens of each sample."""
+        return [(sample.id, len(sample.input_ids)) for sample in self.samples]
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each sample in a shard."""
         return [self.layout.tensor_bytes(len(item.input_ids), sum(item.loss_mask)) for item in self.samples]
 
     @property
     def head_bytes(self) -> int:
-        """Upper bound of the target's embedding, norm and head, in bytes."""
-        values = (2 * self.contract.vocab_size + 1) * self.contract.hidden_size
-        return values * int(getattr(torch, self.cfg.target.dtype).itemsize)
+        """See `head_bytes`."""
+        return head_bytes(self.contract, self.cfg.target)
+
+
+def head_bytes(contract: WiringContract, target: TargetConfig) -> int:
+    """Upper bound of the target's embedding, norm and head, in bytes."""
+    values = (2 * contract.vocab_size + 1) * contract.hidden_size
+    return values * int(getattr(torch, target.dtype).itemsize)
 
 
 def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
@@ -165,14 +175,27 @@ def check_disk(plan: ExtractPlan) -> None:
 
 def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
     """What the store takes, in words, and a problem if that does not fit."""
-    folder = plan.folder
     needed = sum(plan.sizes) + plan.head_bytes
+    said = f"{len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens"
+    less = "take fewer conversations (data.limit) or tokens (data.max_length)"
+    return room_estimate(plan.folder, said, needed, plan.cfg.free_disk_fraction, less)
+
+
+def room_estimate(
+    folder: Path, said: str, needed: int, free_disk_fraction: float, less: str
+) -> tuple[str, list[Problem]]:
+    """What a store of `needed` bytes takes beside what is there of it, and a problem if that does not fit.
+
+    Args:
+        said: what it will hold, in words.
+        less: how to need less, in words.
+    """
     missing = max(needed - _bytes_in(folder), 0)
     disk = shutil.disk_usage(existing_folder(folder))
-    spare = disk.free - int(plan.cfg.free_disk_fraction * disk.total)
+    spare = disk.free - int(free_disk_fraction * disk.total)
     estimate = (
-        f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens, {size_text(needed)}, of which "
-        f"{size_text(missing)} to be written; {size_text(disk.free)} free in {folder}"
+        f"estimate: {said}, {size_text(needed)}, of which {size_text(missing)} to be written; "
+        f"{size_text(disk.free)} free in {folder}"
     )
     if missing <= spare:
         return estimate, []
@@ -180,7 +203,7 @@ def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
         f"needs {size_text(missing)} more, {size_text(disk.free)} are free and "
         f"{size_text(disk.free - spare)} must stay free (free_disk_fraction)"
     )
-    fix = "free space, choose another output, or take fewer conversations (data.limit) or tokens (data.max_length)"
+    fix = f"free space, choose another output, or {less}"
     return estimate, [Problem(str(folder), "extract.disk", message, fix)]
 
 

@@ -42,7 +42,7 @@ States = Mapping[Boundary, torch.Tensor]
 """Boundary -> [T, H] of one sample."""
 
 LAST_SLOT = "last hidden states"
-_TOKENS = 256
+PROBED_TOKENS = 256
 _AGAIN = "extract again with this target"
 FIXES = {
     **dict.fromkeys(
@@ -63,9 +63,9 @@ FIXES = {
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Stored states of one sample: their tokens and, by slot, [rows, channels]; rows are those of `positions`, the last
-    slot's those of `last_positions` (default: from 0).
+class StoredStates:
+    """States of one sample, as they are stored or will be: their tokens and, by slot, [rows, channels]; rows are those
+    of `positions`, the last slot's those of `last_positions` (default: from 0).
     """
 
     name: str
@@ -111,10 +111,10 @@ def probe_dataset(
     stored, notes = _stored(folder, fingerprint, contract, samples)
     depth = contract.num_hidden_layers if last else min(max(contract.wiring.boundaries) + 1, contract.num_hidden_layers)
     chosen = choose_engine(files, config) if engine == "auto" else engine
-    reference = _states(files, config, chosen, depth, last, [item.token_ids for item in stored])
+    reference = reference_states(files, config, chosen, depth, last, [item.token_ids for item in stored])
     coarse = coarser(computed, recorded.get("dtype", "bfloat16"))
     allowed = allowed_error(contract.dtype, coarse)
-    measured = [_measured(item, states, contract, allowed) for item, states in zip(stored, reference, strict=True)]
+    measured = [measured_slots(item, states, contract, allowed) for item, states in zip(stored, reference, strict=True)]
     if "weights" in recorded and recorded["weights"] != weights_digest(files.folder):
         notes.append("note: the target's weight files are not those that the extraction recorded")
     if not last:
@@ -140,9 +140,9 @@ def _recorded(folder: Path) -> dict[str, str]:
 
 def _stored(
     folder: Path, fingerprint: Fingerprint, contract: WiringContract, samples: int
-) -> tuple[list[_Stored], list[str]]:
+) -> tuple[list[StoredStates], list[str]]:
     """What is to be compared, and notes on what is not."""
-    printed = _Stored(
+    printed = StoredStates(
         name=f"{fingerprint.sample} (fingerprint)",
         token_ids=list(fingerprint.token_ids),
         slots=[torch.tensor(rows) for rows in fingerprint.slots(contract)],
@@ -162,18 +162,18 @@ def _pick(reader: StoreReader, samples: int) -> list[int]:
     return pick_samples([sample.tokens for sample in reader.samples], samples)
 
 
-def _read(reader: StoreReader, index: int) -> _Stored:
+def _read(reader: StoreReader, index: int) -> StoredStates:
     sample = reader.read(index)
-    aux = sample.aux_hidden_states[:_TOKENS].split(reader.contract.hidden_size, dim=-1)
-    last, places = sample.last_hidden_states[:_TOKENS], None
+    aux = sample.aux_hidden_states[:PROBED_TOKENS].split(reader.contract.hidden_size, dim=-1)
+    last, places = sample.last_hidden_states[:PROBED_TOKENS], None
     if reader.layout.last_rows == "supervised":
-        places = sample.loss_mask[:_TOKENS].nonzero().flatten().tolist()
+        places = sample.loss_mask[:PROBED_TOKENS].nonzero().flatten().tolist()
         last = sample.last_hidden_states[: len(places)]
     slots = [*aux, last] if len(last) else list(aux)
-    return _Stored(sample.id, sample.input_ids[:_TOKENS].tolist(), slots, last_positions=places)
+    return StoredStates(sample.id, sample.input_ids[:PROBED_TOKENS].tolist(), slots, last_positions=places)
 
 
-def _states(
+def reference_states(
     files: TargetFiles, config: TargetConfig, engine: ProbeEngine, depth: int, last: bool, batch: Sequence[list[int]]
 ) -> list[States]:
     """Every boundary up to `depth`, and the post-norm last hidden states if asked for, of each sample."""
@@ -205,7 +205,8 @@ def _streamed_states(
     ]
 
 
-def _measured(stored: _Stored, states: States, contract: WiringContract, allowed: float) -> list[Measured]:
+def measured_slots(stored: StoredStates, states: States, contract: WiringContract, allowed: float) -> list[Measured]:
+    """How far each slot is from each of the target's states; see `measure`."""
     kind: Boundary = POST_NORM if contract.last_hidden_states == "post_norm" else contract.num_hidden_layers
     expected: list[tuple[str, Boundary]] = [(f"slot {slot}", at) for slot, at in enumerate(contract.wiring.boundaries)]
     if stored.channels is not None:

@@ -6,12 +6,10 @@ in memory, once, for the check of the first states.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from eagle3.data.store import StoredSample
 from eagle3.draft.loss import TargetHead
@@ -22,10 +20,9 @@ from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import SglangClient
 from eagle3.target.engines.sglang_server import Served, check_last_states_server, check_server
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.head_tensors import read_head_tensors
+from eagle3.target.head_tensors import has_all_weights, read_head_tensors
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.served_check import check_served
-from eagle3.target.streaming.checkpoint import INDEX_FILE
 from eagle3.target.write import open_store, write_missing
 
 
@@ -99,18 +96,10 @@ def _local_target(plan: ExtractPlan) -> TransformersEngine | None:
     cfg, files = plan.cfg, plan.files
     if not cfg.server.check_target:
         return None
-    if not _is_whole(files.folder) or choose_engine(files, cfg.target) != "transformers":
+    if not has_all_weights(files.folder) or choose_engine(files, cfg.target) != "transformers":
         print(f"note: the states are not compared with {files.folder}: it is not whole, or too large", file=sys.stderr)
         return None
     return TransformersEngine(load_model(files, cfg.target), files.spec, plan.contract.wiring, "post_norm")
-
-
-def _is_whole(folder: Path) -> bool:
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return (folder / "model.safetensors").exists()
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return all((folder / name).exists() for name in names)
 
 
 def _asked(plan: ExtractPlan, engine: SglangEngine, missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:

@@ -5,24 +5,54 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from eagle3.config import ExtractConfig, ImportConfig
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_fingerprint import OtherStates
+from eagle3.data.store_layout import StoreLayout
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
-from eagle3.target.plan import ExtractPlan
+from eagle3.target.resolve import TargetFiles
+from eagle3.wiring.contract import WiringContract
 
 Make = Callable[[Sequence[int]], Iterable[tuple[int, StoredSample]]]
 """Samples (by their numbers in the plan) -> each with its number, in any order."""
 
 
+class StorePlan(Protocol):
+    """What is to be in a store: an `ExtractPlan`, or an `ImportPlan`."""
+
+    @property
+    def cfg(self) -> ExtractConfig | ImportConfig: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def files(self) -> TargetFiles: ...
+    @property
+    def contract(self) -> WiringContract: ...
+    @property
+    def layout(self) -> StoreLayout: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    @property
+    def sample_tokens(self) -> Sequence[tuple[str, int]]:
+        """Id and tokens of each sample."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each sample in a shard."""
+        ...
+
+
 @contextmanager
 def open_store(
-    plan: ExtractPlan,
+    plan: StorePlan,
     target_head: Mapping[str, torch.Tensor],
     other_states: OtherStates | None = None,
     told: Mapping[str, Any] | None = None,
@@ -49,20 +79,21 @@ def open_store(
         yield writer
 
 
-def write_missing(plan: ExtractPlan, writer: StoreWriter, make: Make, label: str = "extract") -> int:
+def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, label: str = "extract") -> int:
     """Makes and writes, a shard at a time, the samples that the store lacks; returns how many.
 
     Which samples share a shard depends on the whole set and the limits alone: a killed run leaves whole shards, and the
     resumed store equals an uninterrupted one bit for bit, if `make` gives equal samples for equal numbers.
     """
     shards = shards_by_size(plan.sizes, plan.cfg.shard_max_bytes, plan.cfg.shard_max_samples)
-    work = [[index for index in shard if plan.samples[index].id not in writer.completed] for shard in shards]
-    tokens = sum(len(plan.samples[index].input_ids) for shard in work for index in shard)
+    samples = plan.sample_tokens
+    work = [[index for index in shard if samples[index][0] not in writer.completed] for shard in shards]
+    tokens = sum(samples[index][1] for shard in work for index in shard)
     with progress(label, tokens, "tokens") as advance:
         for missing in filter(None, work):
             stored: dict[int, StoredSample] = {}
             for index, sample in make(missing):
                 stored[index] = sample
-                advance(len(plan.samples[index].input_ids))
+                advance(samples[index][1])
             writer.write_shard([stored[index] for index in missing])
     return sum(map(len, work))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.wiring.conventions import ANY_FAMILY, BEGINNING, CONVENTIONS, ENGINE_NAMES, UNREADABLE, Convention, Rule
-from eagle3.wiring.layers import LayerWiring, default_boundaries, describe_layers
+from eagle3.wiring.layers import LayerWiring, default_boundaries, describe_layers, to_output_index
 from eagle3.wiring.sglang_table import IDS_READ_SINCE
 from eagle3.wiring.version import Version as Version
 
@@ -118,6 +118,35 @@ def boundaries_read(
     requested = requested_boundaries(ids, convention, num_hidden_layers)
     last = num_hidden_layers if convention.last_layer else num_hidden_layers - 1
     return tuple(sorted({boundary for boundary in requested if 0 <= boundary <= last}))
+
+
+def output_indices_of(
+    numbers: Sequence[int], numbering: str, num_hidden_layers: int, family: str, sglang_version: str | None = None
+) -> tuple[int, ...]:
+    """The output indices that someone's layer numbers mean, in slot order; not checked any further.
+
+    Args:
+        numbers: as they were written.
+        numbering: `output_index`, `boundary`, or `sglang`, which captures in ascending order whatever the list's.
+        sglang_version: for `sglang`; a version must be named, since two of them may read one list differently.
+
+    Raises:
+        ProblemsError: as `find_convention`; kinds `layers.numbering`, `wiring.never_captured`.
+    """
+    match numbering:
+        case "output_index":
+            return tuple(numbers)
+        case "boundary":
+            return tuple(map(to_output_index, numbers))
+    if numbering != "sglang" or sglang_version is None:
+        message = f"{numbering!r} without a version does not say which layers {list(numbers)} are"
+        fix = "name the version, or number the layers as output_index or boundary"
+        raise problem_error("numbering", "layers.numbering", message, fix)
+    captured = boundaries_read(numbers, "sglang", sglang_version, family, num_hidden_layers)
+    if len(captured) != len(numbers):
+        message = f"SGLang {sglang_version} captures {len(captured)} of the {len(numbers)} layers {list(numbers)}"
+        raise problem_error("layers", "wiring.never_captured", message, "check the numbers, and the version")
+    return tuple(map(to_output_index, captured))
 
 
 def requested_boundaries(ids: Sequence[int], convention: Convention, num_hidden_layers: int) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         ("data", "merge", "/tmp/never-written", "/nowhere", "/nowhere"),
         ("data", "split", "/nowhere", "/tmp/never-written", "--parts", "2"),
         ("data", "estimate", "--config", "/nowhere.yaml"),
+        ("data", "import"),
+        ("data", "import", "--config", "/nowhere.yaml"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_a_message_and_no_traceback(

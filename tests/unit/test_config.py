@@ -8,6 +8,7 @@ import pytest
 
 from eagle3.config import (
     ExtractConfig,
+    ImportConfig,
     RegenerateConfig,
     Section,
     ServeConfig,
@@ -23,6 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS: dict[str, type[Section]] = {
     "regenerate": RegenerateConfig,
     "extract": ExtractConfig,
+    "import": ImportConfig,
     "train": TrainConfig,
     "serve": ServeConfig,
 }
@@ -30,7 +32,7 @@ TARGETS = ("kimi-k2.5", "deepseek-v3", "llama-3.1-8b", "qwen3-8b", "smollm2-135m
 MINIMAL = ["dataset=d", "output=o", "output_indices=[2,30,58]"]
 
 
-def test_every_target_has_its_four_configs() -> None:
+def test_every_target_has_its_five_configs() -> None:
     shipped = {path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "accelerate"}
 
     assert shipped == {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
@@ -42,7 +44,10 @@ def test_shipped_configs_parse_and_agree(target: str) -> None:
     extract = load_config(ExtractConfig, CONFIGS / target / "extract.yaml")
     train = load_config(TrainConfig, CONFIGS / target / "train.yaml")
     serve = load_config(ServeConfig, CONFIGS / target / "serve.yaml")
+    dump = load_config(ImportConfig, CONFIGS / target / "import.yaml")
 
+    assert dump.target == extract.target and dump.output == extract.output
+    assert (dump.layers, dump.numbering) == (extract.output_indices, "output_index")
     assert regenerate.target == extract.target
     assert regenerate.output == extract.data.path
     assert extract.output_indices == train.output_indices

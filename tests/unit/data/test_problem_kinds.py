@@ -37,3 +37,18 @@ def test_every_kind_of_the_stores_commands_is_documented_and_no_other() -> None:
     code = kinds_in_code()
     assert len(code) > 10 and code <= documented
     assert {kind for kind in documented if kind.startswith(COMMANDS)} <= code
+
+
+def test_every_kind_of_an_import_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(import\.[a-z_]+)`", text))
+    sources = [*(ROOT / "eagle3/data/imports").glob("*.py"), *(ROOT / "eagle3/target").glob("import_*.py")]
+    code = {kind for path in sources for kind in re.findall(r'"(import\.[a-z_]+)"', path.read_text(encoding="utf-8"))}
+    # `faults` and `state_fault` give the second parts.
+    code |= {f"import.{kind}" for kind in FAULTS}
+    faults = (ROOT / "eagle3/data/imports/sample.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'(?:yield|return) "([a-z_]+)"', faults)) == FAULTS
+    assert documented == code
+
+
+FAULTS = {"shape", "width", "length", "too_long", "dtype", "vocabulary", "not_text", "loss_mask", "non_finite"}
