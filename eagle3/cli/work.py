@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,6 +13,9 @@ from eagle3.config import ExtractConfig, RegenerateConfig, ServeConfig, TrainCon
 from eagle3.errors import EXIT_PROBLEMS
 
 work_app = typer.Typer()
+
+StoreType = Literal["bf16", "fp8", "fp16", "fp32"]
+_STORE_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp16": "float16", "fp32": "float32"}
 
 
 @work_app.command(epilog=epilog(RegenerateConfig))
@@ -30,6 +33,9 @@ def extract(
     source: Annotated[
         Path | None, typer.Option("--from", help="Extract another store's samples once more instead of `data`.")
     ] = None,
+    dtype: Annotated[
+        StoreType | None, typer.Option(help="Type of the stored states, for `store_dtype`; see docs/stores.md.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would read, write and take, and stop.")] = False,
 ) -> None:
     """The target's hidden states for conversations, as a store.
@@ -37,6 +43,7 @@ def extract(
     Streamed, several processes share the work (docs/extraction.md).
     """
     chosen = [] if source is None else [f"from_store={json.dumps(str(source))}"]
+    chosen += [] if dtype is None else [f"store_dtype={_STORE_TYPES[dtype]}"]
     cfg = run_config(ExtractConfig, config, [*(overrides or []), *chosen])
     if dry:
         from eagle3.target.estimate import dry_run

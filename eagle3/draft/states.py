@@ -13,20 +13,21 @@ import torch
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of e4m3
 _LEAST_EXPONENT = -126  # float32's scales stay normal numbers
+_TOO_LARGE = 248 * 2.0**120  # would be rounded to 2^128, which float32 does not hold
 
 
 def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [.., H] -> values float8_e4m3fn [.., H] and scales float32 [..], on the same device.
 
     The scale is the least power of two that brings the row's largest magnitude to 448 or less; 1 for a row of zeros;
-    NaN for a row with NaN or infinity.
+    NaN for a row with NaN, infinity or what would be rounded to infinity (from 3.29e38 on).
     """
     wide = states.float()
     largest = wide.abs().amax(-1)
     mantissa, exponent = torch.frexp(largest / _LARGEST)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=_LEAST_EXPONENT)
     scales = ((exponent + 127) << 23).view(torch.float32)  # the bits of 2^exponent
-    scales = torch.where(largest == 0, 1.0, scales).masked_fill(~torch.isfinite(largest), torch.nan)
+    scales = torch.where(largest == 0, 1.0, scales).masked_fill(~(largest < _TOO_LARGE), torch.nan)
     return (wide / scales[..., None]).to(FP8), scales
 
 

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from eagle3.cli import main
+from eagle3.config import ExtractConfig
 from tests.unit.wiring.foreign import SPECFORGE, llama_tensors, write_foreign, write_target
 
 
@@ -76,6 +77,21 @@ def test_help_lists_the_config_keys(capsys: pytest.CaptureFixture[str], command:
 
     assert code == 0
     assert key in out
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("fp8", "float8_e4m3fn"), ("bf16", "bfloat16"), (None, "float16")])
+def test_dtype_is_the_type_of_the_store(monkeypatch: pytest.MonkeyPatch, given: str | None, dtype: str) -> None:
+    seen: list[ExtractConfig] = []
+    monkeypatch.setattr("eagle3.target.extract.run_extract", lambda cfg: seen.append(cfg) or ExtractReportStub())
+    values = ["target.path=t", "data.path=d", "output=o", "output_indices=[1]", "store_dtype=float16"]
+    with pytest.raises(SystemExit) as stop:
+        main(["extract", *values, *([] if given is None else ["--dtype", given])])
+    assert not stop.value.code and seen[0].store_dtype == dtype
+
+
+class ExtractReportStub:
+    def render(self) -> str:
+        return ""
 
 
 @pytest.mark.parametrize("command", ["export", "evaluate", "verify", "explain"])

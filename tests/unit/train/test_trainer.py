@@ -6,14 +6,14 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from eagle3.data.store import StoredSample
+from eagle3.data.store import StoredSample, StoreReader
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json
 from eagle3.train.setup import make_setup
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
 from eagle3.wiring.fingerprint_file import load_fingerprint
-from tests.stores import random_sample, train_config, write_random_store
+from tests.stores import random_contract, random_sample, train_config, write_random_store
 
 
 def log(run: Path, kind: str = "train") -> list[Record]:
@@ -54,6 +54,29 @@ def test_accumulation_takes_the_same_steps_as_a_larger_batch(tmp_path: Path, pac
         for mine, theirs in zip(log(tmp_path / name), large, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["step_accuracy"] == theirs["step_accuracy"]
+
+
+def test_a_drafter_learns_from_an_fp8_store_what_it_learns_from_those_very_states_in_float32(tmp_path: Path) -> None:
+    eight = replace(random_contract(), dtype="float8_e4m3fn")
+
+    def halved(sample: StoredSample) -> StoredSample:
+        aux, last = sample.aux_hidden_states.bfloat16(), sample.last_hidden_states.bfloat16()
+        return replace(sample, aux_hidden_states=aux, last_hidden_states=last)
+
+    store = write_random_store(tmp_path / "fp8", contract=eight, change=halved)
+    reader = StoreReader(store)
+    states = {sample.id: sample for sample in map(reader.read, range(len(reader)))}
+
+    def widened(sample: StoredSample) -> StoredSample:
+        read = states[sample.id]
+        aux, last = read.aux_hidden_states.float(), read.last_hidden_states.float()
+        return replace(sample, aux_hidden_states=aux, last_hidden_states=last)
+
+    wide = write_random_store(tmp_path / "float32", change=widened)
+    for folder in (store, wide):
+        run_training(train_config(folder, tmp_path / f"run-{folder.name}", batch_size=3, epochs=4, pack=True))
+    losses = [[record["loss"] for record in log(tmp_path / f"run-{name}")] for name in ("fp8", "float32")]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 
 def test_fault_13_short_last_window_is_stepped_with_its_full_gradient_and_counted(tmp_path: Path) -> None:
