@@ -21,6 +21,7 @@ from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreWriter
 from eagle3.errors import ProblemsError
 from eagle3.files import only_writer, read_json
+from eagle3.train import trainer
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
@@ -175,10 +176,10 @@ def test_a_writer_that_is_killed_anywhere_goes_on(tmp_path: Path, start: Callabl
     plan, chance = ring_plan(SAMPLES), random.Random(1)
     result: list[object] = []
     config = ring_config(tmp_path / "ring", tmp_path / "run")
-    trainer = threading.Thread(target=lambda: result.append(run_training(config)))
-    trainer.start()
+    training = threading.Thread(target=lambda: result.append(run_training(config)))
+    training.start()
     kills = 0
-    while trainer.is_alive():
+    while training.is_alive():
         child = start(plan, slowly)
         deadline = time.monotonic() + chance.uniform(0.02, 0.15)
         while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -187,7 +188,7 @@ def test_a_writer_that_is_killed_anywhere_goes_on(tmp_path: Path, start: Callabl
             os.kill(child, signal.SIGKILL)
             kills += os.waitpid(child, 0)[1] == signal.SIGKILL
         except (ProcessLookupError, ChildProcessError):  # it had come to its end
-            trainer.join()
+            training.join()
     assert kills > 2 and result
     assert_same_weights(tmp_path / "run", whole)
     assert losses(tmp_path / "run") == losses(whole)
@@ -222,6 +223,31 @@ def test_a_trainer_that_stops_before_its_checkpoint_sees_the_same_windows_again(
         " ".join(windows.sample(place).id for micro in window for rows in micro for row in rows for place in row)
         for window in windows.windows
     ]
+
+
+def test_nothing_is_released_before_its_checkpoint_is_there(
+    tmp_path: Path, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch, whole: Path
+) -> None:
+    start(ring_plan(SAMPLES))
+    config, saved = ring_config(tmp_path / "ring", tmp_path / "run"), []
+    original = trainer.save_checkpoint
+
+    def failing(*args: object) -> Path:
+        if len(saved) == 2:
+            raise Stopped
+        saved.append(original(*args))  # type: ignore[arg-type]
+        return saved[-1]
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(trainer, "save_checkpoint", failing)
+        run_training(config)
+    step = int(saved[-1].name[5:])
+    assert read_reader(tmp_path / "ring") == (
+        RingWindows(ring_plan(SAMPLES), 16, batch_size=2).first_needed(step),
+        False,
+    )
+    run_training(config)
+    assert_same_weights(tmp_path / "run", whole)
 
 
 def test_max_steps_ends_the_writer(tmp_path: Path, start: Callable[..., int]) -> None:
