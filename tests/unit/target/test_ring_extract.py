@@ -113,7 +113,8 @@ def test_each_epoch_holds_each_sample_with_the_states_of_a_store(
 def test_a_writer_that_stops_anywhere_makes_the_same_shards(
     cfg: Callable[..., ExtractConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    whole = Writing(cfg(engine, output=str(tmp_path / "whole")))
+    packed = {"chunk_tokens": 100, "micro_tokens": 100}
+    whole = Writing(cfg(engine, output=str(tmp_path / "whole"), stream=packed))
     expected = consume(tmp_path / "whole")
     whole.report()
     original = RingWriter.list_shards
@@ -126,11 +127,11 @@ def test_a_writer_that_stops_anywhere_makes_the_same_shards(
 
     with monkeypatch.context() as patch:
         patch.setattr(RingWriter, "list_shards", stop)
-        writing = Writing(cfg(engine))
+        writing = Writing(cfg(engine, stream=packed))
         with pytest.raises(KeyboardInterrupt):
             writing.report()
     (tmp_path / "ring" / "shard-00009.safetensors.tmp").write_bytes(b"half")
-    writing = Writing(cfg(engine))
+    writing = Writing(cfg(engine, stream=packed))
     shards = consume(tmp_path / "ring")
     assert writing.report().written < len(shards)
     for mine, theirs in zip(shards, expected, strict=True):

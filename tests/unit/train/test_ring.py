@@ -359,6 +359,10 @@ def test_a_second_trainer_is_refused_and_one_without_a_writer_names_what_it_lack
         run_training(config)
     assert kinds(error.value) == {"ring.locked"}
     data = bytearray(shard.read_bytes())
+    shard.write_bytes(data[:-1])
+    with pytest.raises(ProblemsError, match=r"shard-00002\.json: the writer makes them anew") as error:
+        run_training(config)
+    assert kinds(error.value) == {"store.shard_truncated"}
     data[-200] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ProblemsError, match=r"shard-00002\.json: the writer makes them anew") as error:
