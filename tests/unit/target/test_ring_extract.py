@@ -19,6 +19,7 @@ from eagle3.data.ring_writer import RingWriter
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.errors import ProblemsError
 from eagle3.target import stream_ring
+from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.estimate import dry_run
 from eagle3.target.extract import RingReport, run_extract, run_extract_ring
 from eagle3.target.plan import make_plan
@@ -114,9 +115,18 @@ def test_a_writer_that_stops_anywhere_makes_the_same_shards(
     cfg: Callable[..., ExtractConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     packed = {"chunk_tokens": 100, "micro_tokens": 100}
+    walks: list[int] = []
+    walk = StreamedEngine.walk
+
+    def counted(engine: StreamedEngine, batch: list[list[int]], *args: object) -> None:
+        walks.append(len(batch))
+        walk(engine, batch, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StreamedEngine, "walk", counted)
     whole = Writing(cfg(engine, output=str(tmp_path / "whole"), stream=packed))
     expected = consume(tmp_path / "whole")
     whole.report()
+    undisturbed, walks[:] = list(walks), []
     original = RingWriter.list_shards
 
     def stop(writer: RingWriter, checksums: dict[int, str], *args: object) -> None:
@@ -131,6 +141,7 @@ def test_a_writer_that_stops_anywhere_makes_the_same_shards(
         with pytest.raises(KeyboardInterrupt):
             writing.report()
     (tmp_path / "ring" / "shard-00009.safetensors.tmp").write_bytes(b"half")
+    walks.clear()
     writing = Writing(cfg(engine, stream=packed))
     shards = consume(tmp_path / "ring")
     assert writing.report().written < len(shards)
@@ -138,6 +149,7 @@ def test_a_writer_that_stops_anywhere_makes_the_same_shards(
         for one, two in zip(mine, theirs, strict=True):
             assert_equal(one, two)
     assert not list((tmp_path / "ring").glob("*.tmp"))
+    assert walks == undisturbed, "a chunk that lacks a shard walks whole, so that its rows share calls as before"
 
 
 def test_another_store_is_copied_into_a_ring_without_the_target(
