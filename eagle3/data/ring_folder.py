@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -181,26 +181,37 @@ def remove_temporary_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_reader(folder: Path) -> tuple[int, bool]:
-    """(first shard that may still be needed, whether the trainer is done); (0, False) before any trainer came.
+@dataclass(frozen=True)
+class ReaderState:
+    """What the trainer says.
+
+    Attributes:
+        released: the first shard that may still be needed.
+        finished: no shard is needed any more.
+        run: what tells its run from others.
+    """
+
+    released: int = 0
+    finished: bool = False
+    run: str = ""
+
+
+def read_reader(folder: Path) -> ReaderState:
+    """What the trainer said last; nothing is released before any came.
 
     Raises:
         ProblemsError: kind `ring.reader`, the file is damaged.
     """
     path = folder / READER_FILE
     if not path.exists():
-        return 0, False
+        return ReaderState()
     value = read_json_object(path, "what the trainer says")
-    released, finished = value.get("released"), value.get("finished")
-    if type(released) is not int or released < 0 or type(finished) is not bool:
-        message = f"holds {value}, expected released and finished"
-        raise problem_error(str(path), "ring.reader", message, "start the trainer: it writes it anew")
-    return released, finished
-
-
-def reader_state(released: int, finished: bool) -> dict[str, Any]:
-    """What `read_reader` reads."""
-    return {"released": released, "finished": finished}
+    types = {"released": int, "finished": bool, "run": str}
+    if {key: type(item) for key, item in value.items()} != types or value["released"] < 0:
+        message = f"holds {value}, expected {', '.join(types)}"
+        fix = "delete it: the trainer then begins, or goes on, with the shards that it needs"
+        raise problem_error(str(path), "ring.reader", message, fix)
+    return ReaderState(**value)
 
 
 def free_shards(folder: Path, released: int) -> None:

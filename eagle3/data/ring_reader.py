@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
 
@@ -17,12 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.data.ring_folder import (
+    ReaderState,
     free_shards,
     is_listed,
     read_counts,
     read_entry,
-    read_reader,
-    reader_state,
 )
 from eagle3.data.ring_format import (
     READER_FILE,
@@ -62,6 +62,7 @@ class RingReader:
         self._wait_seconds = wait_seconds
         self._writer = Watch(folder / WRITER_FILE)
         self._pulse: Pulse | None = None
+        self._state = ReaderState()
         self._wait(lambda: (folder / RING_FILE).exists() or (folder / MANIFEST_FILE).exists(), "a ring", Event())
         self.ring: Ring = load_ring(folder)
         raise_problems(check_target_head(folder, self.ring.manifest()), f"cannot use the ring in {folder}")
@@ -128,26 +129,23 @@ class RingReader:
             problem = Problem(str(path), "store.checksum", "its checksum is not the one of its entry", "")
             raise_problems([_with_fix(problem, self.folder, number)])
 
-    @property
-    def released(self) -> int:
-        """The first shard that is not released."""
-        return read_reader(self.folder)[0]
-
     @contextmanager
-    def consuming(self, first: int) -> Iterator[None]:
+    def consuming(self, first: int, run: str) -> Iterator[None]:
         """What the one process encloses that releases shards: it alone trains from the ring then.
 
         Args:
             first: shard that is needed first; what was released after it is extracted once more.
+            run: what tells the run from others.
 
         Raises:
             ProblemsError: kind `ring.locked`, another trainer is at work.
         """
+        state = ReaderState(first, False, run)
         with (
             only_one(self.folder, READER_LOCK_FILE, "trainer"),
-            Pulse(self.folder / READER_FILE, reader_state(first, False)) as pulse,
+            Pulse(self.folder / READER_FILE, asdict(state)) as pulse,
         ):
-            self._pulse = pulse
+            self._pulse, self._state = pulse, state
             free_shards(self.folder, first)
             yield
 
@@ -158,7 +156,8 @@ class RingReader:
             finished: none will be needed any more; the writer ends.
         """
         assert self._pulse is not None, "only the process that consumes releases"
-        self._pulse.say(reader_state(number, finished))
+        self._state = replace(self._state, released=number, finished=finished)
+        self._pulse.say(asdict(self._state))
         free_shards(self.folder, number)
 
     def writer_waited(self) -> tuple[float, float] | None:

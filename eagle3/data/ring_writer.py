@@ -108,7 +108,8 @@ class RingWriter:
         """
         trainer, began, said = Watch(self.folder / READER_FILE), time.monotonic(), Reminder()
         while True:
-            released, self.finished = read_reader(self.folder)
+            state = read_reader(self.folder)
+            released, self.finished = state.released, state.finished
             numbers = self._lacking(released)
             if self.finished or not numbers or self._has_room(numbers):
                 self._waited_since(began)
@@ -175,8 +176,9 @@ class RingWriter:
 
     def tokens_left(self) -> int:
         """Tokens of the shards that are yet to be made, as it is now."""
-        released, _ = read_reader(self.folder)
-        numbers = [n for n in range(released, len(self.ring.shards)) if not is_listed(self.folder, n)]
+        numbers = [
+            n for n in range(read_reader(self.folder).released, len(self.ring.shards)) if not is_listed(self.folder, n)
+        ]
         return sum(sample.tokens for number in numbers for sample in self.ring.infos(number))
 
     def _state(self, state: str) -> dict[str, Any]:

@@ -69,8 +69,12 @@ class Feed(Protocol):
         """Sample ids of all ranks."""
         ...
 
-    def opened(self, step: int, is_main: bool) -> AbstractContextManager[None]:
-        """What encloses the training of the windows after `step` steps, on every rank."""
+    def opened(self, step: int, last: int, run_id: str, is_main: bool) -> AbstractContextManager[None]:
+        """What encloses the training of the windows after `step` steps up to step `last`, on every rank.
+
+        Args:
+            run_id: the same whenever the run is started again from a checkpoint.
+        """
         ...
 
     def must_save(self, step: int) -> bool:
@@ -121,7 +125,7 @@ class StoreFeed:
     def ids(self, window: Window) -> list[str]:
         return [self._reader.samples[self._indices[place]].id for place in places_of(window)]
 
-    def opened(self, step: int, is_main: bool) -> AbstractContextManager[None]:
+    def opened(self, step: int, last: int, run_id: str, is_main: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def must_save(self, step: int) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from eagle3.config import TrainConfig
 from eagle3.data.loader import Window, read_batches
+from eagle3.data.ring_folder import read_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
@@ -137,20 +138,24 @@ class RingFeed:
         return [self._windows.sample(place).id for place in places_of(window)]
 
     @contextmanager
-    def opened(self, step: int, is_main: bool) -> Iterator[None]:
-        """See `Feed.opened`.
+    def opened(self, step: int, last: int, run_id: str, is_main: bool) -> Iterator[None]:
+        """See `Feed.opened`. A run that was killed between its last checkpoint and the release says now that it is done.
 
         Raises:
             ProblemsError: kind `ring.released`, shards that are needed are gone; `ring.locked`, another trainer is at
                 work.
         """
         self._saved = step
-        first = self._windows.first_needed(step)
-        self._check_released(first, step)
-        if not is_main:
+        first, state = self._windows.first_needed(step), read_reader(self._reader.folder)
+        ended = step >= last
+        if not ended:
+            self._check_released(first, state.released, step)
+        if not is_main or (ended and (state.finished or state.run != run_id)):
             yield
             return
-        with self._reader.consuming(first):
+        with self._reader.consuming(first, run_id):
+            if ended:
+                self._reader.release(first, finished=True)
             yield
 
     def must_save(self, step: int) -> bool:
@@ -173,8 +178,7 @@ class RingFeed:
             f"time ({waited:.0f} s)"
         )
 
-    def _check_released(self, first: int, step: int) -> None:
-        released = self._reader.released
+    def _check_released(self, first: int, released: int, step: int) -> None:
         if released <= first or self._rewind:
             return
         message = (

@@ -87,13 +87,14 @@ class Trainer:
         else:
             self.state = self._load(checkpoint)
         self.setup, self.resumed = setup, checkpoint is not None
+        self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
         self.tracker: Tracker | None = None
         self.since_line = Interval()
 
     def train(self) -> TrainResult:
         """Runs the steps that are left."""
         step, is_main = self.state.step, self.accelerator.is_main_process
-        with self.feed.opened(step, is_main) if step < self.total_steps else nullcontext():
+        with self.feed.opened(step, self.total_steps, str(self.origin["run_id"]), is_main):
             self.tracker = self._open_run() if is_main else None
             if step < self.total_steps:
                 self._train()
@@ -210,7 +211,7 @@ class Trainer:
 
     def _open_run(self) -> Tracker:
         """Writes the run's files and opens its log."""
-        origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
+        origin = self.origin
         start = {**provenance(), "step": self.state.step, "engine": describe(self.accelerator)[0]}
         write_run_files(self.run, self.config, self.setup, {**origin, "starts": [*origin.get("starts", []), start]})
         self._point_at_best()

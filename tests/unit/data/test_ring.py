@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.data.ring_folder import check_ring_output, free_shards, is_listed, listed_bytes, read_reader
+from eagle3.data.ring_folder import ReaderState, check_ring_output, free_shards, is_listed, listed_bytes, read_reader
 from eagle3.data.ring_format import load_ring, shard_bytes
 from eagle3.data.ring_pulse import Pulse, Watch
 from eagle3.data.ring_windows import RingWindows
@@ -162,16 +162,16 @@ def test_a_damaged_shard_is_made_again_and_a_foreign_one_removed(ring: Path) -> 
 
 
 def test_the_furthest_shards_make_room_for_one_that_is_needed_first(ring: Path) -> None:
-    (ring / "reader.json").write_text('{"released": 4, "finished": false}')
+    (ring / "reader.json").write_text('{"released": 4, "finished": false, "run": ""}')
     free_shards(ring, 4)
     there = fill(ring)
-    (ring / "reader.json").write_text('{"released": 2, "finished": false}')
+    (ring / "reader.json").write_text('{"released": 2, "finished": false, "run": ""}')
     assert there == [4, 5, 6, 7, 8] and fill(ring) == [2, 3, 4, 5], "the last ones went for shards 2 and 3"
 
 
-@pytest.mark.parametrize("text", ['{"released": -1, "finished": false}', '{"released": 1}', "[]"])
+@pytest.mark.parametrize("text", ['{"released": -1, "finished": false, "run": ""}', '{"released": 1}', "[]"])
 def test_what_a_trainer_cannot_have_said_is_refused(ring: Path, text: str) -> None:
-    assert read_reader(ring) == (0, False)
+    assert read_reader(ring) == ReaderState(0, False, "")
     (ring / "reader.json").write_text(text)
     with pytest.raises(ProblemsError, match=r"reader\.json"):
         read_reader(ring)

@@ -65,7 +65,7 @@ def consume(folder: Path, first: int = 0) -> list[list[StoredSample]]:
     """What a trainer does that needs each shard alone: the samples of all shards, in order."""
     reader = RingReader(folder, 20)
     shards = []
-    with reader.consuming(first):
+    with reader.consuming(first, ""):
         for number in range(first, len(reader.ring.shards)):
             shard = reader.store([reader.wait_for(number, Event())])
             reader.verify(number)

@@ -23,6 +23,7 @@ from eagle3.errors import ProblemsError
 from eagle3.files import only_writer, read_json
 from eagle3.train import trainer
 from eagle3.train.checkpoint import list_checkpoints
+from eagle3.train.ring_feed import RingFeed
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.children import in_a_child
@@ -63,6 +64,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
             continue
         except ProcessLookupError:
             continue
+
+
+def said(tmp_path: Path) -> tuple[int, bool]:
+    state = read_reader(tmp_path / "ring")
+    return state.released, state.finished
 
 
 def kinds(error: ProblemsError) -> set[str]:
@@ -133,7 +139,7 @@ def test_the_ring_keeps_within_its_bytes_and_is_empty_in_the_end(tmp_path: Path,
 
     assert plan.max_bytes // 2 < max(most) <= plan.max_bytes
     assert os.waitpid(writer, 0)[1] == 0
-    assert listed_bytes(tmp_path / "ring") == 0 and read_reader(tmp_path / "ring") == (14, True)
+    assert listed_bytes(tmp_path / "ring") == 0 and said(tmp_path) == (14, True)
 
 
 @pytest.mark.parametrize("unit", [1, 3])
@@ -242,12 +248,34 @@ def test_nothing_is_released_before_its_checkpoint_is_there(
         patch.setattr(trainer, "save_checkpoint", failing)
         run_training(config)
     step = int(saved[-1].name[5:])
-    assert read_reader(tmp_path / "ring") == (
-        RingWindows(ring_plan(SAMPLES), 16, batch_size=2).first_needed(step),
-        False,
-    )
+    needed = RingWindows(ring_plan(SAMPLES), 16, batch_size=2).first_needed(step)
+    assert said(tmp_path) == (needed, False)
     run_training(config)
     assert_same_weights(tmp_path / "run", whole)
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_lets_the_writer_go(
+    tmp_path: Path, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = start(ring_plan(SAMPLES))
+    config = ring_config(tmp_path / "ring", tmp_path / "run", max_steps=8)
+    original = RingFeed.saved
+
+    def dying(feed: RingFeed, step: int, *args: bool) -> None:
+        if step == 8:
+            raise Stopped
+        original(feed, step, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(RingFeed, "saved", dying)
+        run_training(config)
+    assert not said(tmp_path)[1]
+    assert run_training(config).steps == 8
+    assert os.waitpid(writer, 0)[1] == 0 and said(tmp_path)[1]
+    other = (tmp_path / "ring" / "reader.json").read_text().replace('"finished": true', '"finished": false')
+    (tmp_path / "ring" / "reader.json").write_text(other.replace('"run": "', '"run": "x'))
+    run_training(config)
+    assert not said(tmp_path)[1], "another run's word is left as it is"
 
 
 def test_max_steps_ends_the_writer(tmp_path: Path, start: Callable[..., int]) -> None:
@@ -255,7 +283,7 @@ def test_max_steps_ends_the_writer(tmp_path: Path, start: Callable[..., int]) ->
     config = ring_config(tmp_path / "ring", tmp_path / "run", max_steps=3)
     assert run_training(config).steps == 3
     assert os.waitpid(writer, 0)[1] == 0
-    assert read_reader(tmp_path / "ring")[1]
+    assert said(tmp_path)[1]
     assert run_training(config).steps == 3, "a run that has ended needs no ring"
 
 
@@ -269,7 +297,7 @@ def test_another_run_is_refused_what_was_released_and_may_have_it_made_again(
     with pytest.raises(ProblemsError, match="needs shards 0 to 13, which were released") as error:
         run_training(ring_config(tmp_path / "ring", tmp_path / "other"))
     assert kinds(error.value) == {"ring.released"} and list_checkpoints(tmp_path / "other") == []
-    assert read_reader(tmp_path / "ring") == (14, True)
+    assert said(tmp_path) == (14, True)
     section = {"ring": {"rewind": True, "wait_seconds": 20}}
     threading.Timer(0.3, start, (plan,)).start()  # until then the old state says that nothing is needed
     run_training(ring_config(tmp_path / "ring", tmp_path / "other", **section))
@@ -285,7 +313,7 @@ def test_going_back_to_an_older_checkpoint_makes_room_in_a_full_ring(
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_after(9, patch)
         run_training(config)
-    released = read_reader(tmp_path / "ring")[0]
+    released = said(tmp_path)[0]
     deadline = time.monotonic() + 10
     while listed_bytes(tmp_path / "ring") < plan.max_bytes - 7600 and time.monotonic() < deadline:
         time.sleep(0.01)  # until the ring is full
