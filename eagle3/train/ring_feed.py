@@ -139,7 +139,7 @@ class RingFeed:
 
     @contextmanager
     def opened(self, step: int, last: int, run_id: str, is_main: bool) -> Iterator[None]:
-        """See `Feed.opened`. A run that was killed between its last checkpoint and the release says now that it is done.
+        """See `Feed.opened`. A run that was killed after its last checkpoint says now that it is done.
 
         Raises:
             ProblemsError: kind `ring.released`, shards that are needed are gone; `ring.locked`, another trainer is at
