@@ -118,16 +118,21 @@ class RingReader:
         """Shards that `wait_for` gave, as a store of their samples, in order."""
         return StoreReader.of_manifest(self.folder, self.ring.manifest(entries))
 
-    def verify(self, number: int) -> None:
-        """Reads all of a shard that is there.
+    def verify(self, number: int) -> bool:
+        """Reads all of a shard; whether it was there (a writer may make room for one that is needed before it).
 
         Raises:
             ProblemsError: kind `store.checksum`.
         """
-        path, entry = self.folder / shard_name(number), self._entry(number)
-        if sha256_file(path) != entry.sha256:
+        path = self.folder / shard_name(number)
+        try:
+            found = sha256_file(path)
+        except FileNotFoundError:
+            return False
+        if found != self._entry(number).sha256:
             problem = Problem(str(path), "store.checksum", "its checksum is not the one of its entry", "")
             raise_problems([_with_fix(problem, self.folder, number)])
+        return True
 
     @contextmanager
     def consuming(self, first: int, run: str) -> Iterator[None]:

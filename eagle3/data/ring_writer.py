@@ -230,11 +230,15 @@ class RingWriter:
         listed = {shard_name(number) for number in entry_numbers(self.folder)}
         for path in shard_files(self.folder):
             if path.name not in listed:
-                path.unlink()
+                path.unlink(missing_ok=True)
         return redone
 
     def _shard_problems(self, number: int) -> list[Problem]:
         if number >= len(self.ring.shards):
             message = "is no shard of this ring"
             return [Problem(str(self.folder / shard_name(number)), "ring.foreign_shard", message, "it is removed")]
-        return check_shard(self.folder, self.ring.entry(number, ""), self.ring.layout)
+        try:
+            problems = check_shard(self.folder, self.ring.entry(number, ""), self.ring.layout)
+        except FileNotFoundError:  # the trainer has just released it
+            return []
+        return problems if number >= read_reader(self.folder).released else []

@@ -150,7 +150,7 @@ class RingFeed:
         ended = step >= last
         if not ended:
             self._check_released(first, state.released, step)
-        if not is_main or (ended and (state.finished or state.run != run_id)):
+        if not is_main or (ended and state.run != run_id):
             yield
             return
         with self._reader.consuming(first, run_id):
@@ -207,7 +207,7 @@ class _OpenShards:
     def __init__(self, reader: RingReader, rank: int, world_size: int, stopped: Event) -> None:
         self._reader, self._rank, self._world_size, self._stopped = reader, rank, world_size, stopped
         self._entries: dict[int, ShardInfo] = {}
-        self._checks: dict[int, Future[None]] = {}
+        self._checks: dict[int, Future[bool]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def hold(self, numbers: range) -> StoreReader:
@@ -218,8 +218,9 @@ class _OpenShards:
                 self._entries[number] = self._reader.wait_for(number, self._stopped)
                 self._begin_check(number)
         for number in numbers:
-            if number in self._checks:
-                self._checks.pop(number).result()
+            while number in self._checks and not self._checks.pop(number).result():
+                self._entries[number] = self._reader.wait_for(number, self._stopped)
+                self._begin_check(number)
         following = numbers.stop
         if following < len(self._reader.ring.shards) and self._reader.is_there(following):
             self._begin_check(following)
