@@ -17,6 +17,7 @@ from eagle3.data.store_layout import StoreLayout
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
+from eagle3.target.plan import ExtractPlan
 from eagle3.target.resolve import TargetFiles
 from eagle3.wiring.contract import WiringContract
 
