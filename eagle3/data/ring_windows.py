@@ -81,6 +81,23 @@ class RingWindows:
         last = self.shards(self.windows[step])[-1]
         return self.ring.bytes_between(self.first_needed(saved), self.ring.unit_ends[last])
 
+    def must_save(self, saved: int, step: int) -> bool:
+        """Whether a checkpoint is needed after `step` steps, if the newest one is of `saved`.
+
+        It is where the next window would need more than half of the ring beside what is not covered: little room would
+        be left for what follows.
+        """
+        return step < len(self.windows) and self.bytes_held(saved, step) > self.ring.max_bytes // 2
+
+    @property
+    def checkpoints(self) -> int:
+        """How many checkpoints the ring asks for in all, where there are no others."""
+        saved = count = 0
+        for step in range(1, len(self.windows)):
+            if self.must_save(saved, step):
+                saved, count = step, count + 1
+        return count
+
     @cached_property
     def most_bytes(self) -> int:
         """Bytes that the ring must hold at once where there is a checkpoint after each step."""

@@ -70,12 +70,13 @@ def check_ring(config: TrainConfig, reader: RingReader, world_size: int) -> list
     return problems
 
 
-def ring_notes(config: TrainConfig, reader: RingReader) -> list[str]:
+def ring_notes(config: TrainConfig, reader: RingReader, world_size: int) -> list[str]:
     """What a user should know, a line each."""
-    ring = reader.ring
+    ring, windows = reader.ring, _windows(config, reader, world_size)
     notes = [
         f"ring: {len(ring.samples)} training samples, {ring.epochs} epoch(s), {len(ring.shards)} shards, at most "
-        f"{size_text(ring.max_bytes)} at a time"
+        f"{size_text(ring.max_bytes)} at a time",
+        f"its size asks for {windows.checkpoints} checkpoints in {len(windows.windows)} steps, beside the config's own",
     ]
     if config.eval_dataset is None:
         notes.append("a ring holds no samples out (eval_fraction is not used): give eval_dataset to evaluate")
@@ -159,9 +160,7 @@ class RingFeed:
             yield
 
     def must_save(self, step: int) -> bool:
-        if step >= len(self._windows.windows):
-            return False
-        return self._windows.bytes_held(self._saved, step) > self._reader.ring.max_bytes // 2
+        return self._windows.must_save(self._saved, step)
 
     def saved(self, step: int, last: bool, is_main: bool) -> None:
         self._saved = step

@@ -112,13 +112,13 @@ def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
     return Samples(SampleSet(reader, train, config.max_length), heldout, digest, notes)
 
 
-def select_ring_samples(config: TrainConfig, reader: RingReader) -> Samples:
+def select_ring_samples(config: TrainConfig, reader: RingReader, processes: int) -> Samples:
     """All samples of a ring; held-out ones only of `eval_dataset`.
 
     Raises:
         ProblemsError: as `select_samples`.
     """
-    notes = ring_notes(config, reader)
+    notes = ring_notes(config, reader, processes)
     heldout = None
     if config.eval_dataset is not None:
         heldout = _heldout_store(config, reader, {sample.id for sample in reader.ring.samples}, notes)

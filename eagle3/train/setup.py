@@ -86,7 +86,7 @@ def _open_samples(config: TrainConfig, processes: int) -> Samples:
     ring = RingReader(Path(config.dataset), config.ring.wait_seconds)
     problems = check_dataset_contract(config, ring.contract) + check_ring(config, ring, processes)
     raise_problems(problems, f"cannot train from {config.dataset}")
-    return select_ring_samples(config, ring)
+    return select_ring_samples(config, ring, processes)
 
 
 def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> list[Problem]:

@@ -444,12 +444,15 @@ def test_held_out_samples_come_from_a_store(tmp_path: Path, start: Callable[...,
     assert read_json(tmp_path / "run" / "best.json", "")["acceptance_length"] is not None
 
 
-def test_checkpoints_come_before_the_ring_is_full(tmp_path: Path, start: Callable[..., int]) -> None:
+def test_checkpoints_come_before_the_ring_is_full(
+    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     start(ring_plan(SAMPLES))
     config = ring_config(tmp_path / "ring", tmp_path / "run", save_every=100, keep_checkpoints=50)
     run_training(config)
     steps = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run")]
     assert len(steps) > 4 and steps[-1] == 14
+    assert f"asks for {len(steps) - 1} checkpoints in 14 steps" in capsys.readouterr().err
     windows, ring = RingWindows(ring_plan(SAMPLES), 16, batch_size=2), load_ring(tmp_path / "ring")
     for saved, following in zip([0, *steps], steps, strict=False):
         assert windows.bytes_held(saved, following - 1) <= ring.max_bytes // 2 or following == saved + 1
