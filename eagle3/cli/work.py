@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 import typer
 
 from eagle3.cli.common import ConfigFile, Overrides, epilog, run_config
-from eagle3.config import ExtractConfig, RegenerateConfig, ServeConfig, TrainConfig
+from eagle3.config import (
+    ExtractConfig,
+    RegenerateConfig,
+    RingReadSection,
+    RingWriteSection,
+    ServeConfig,
+    TrainConfig,
+)
 from eagle3.errors import EXIT_PROBLEMS
 
 work_app = typer.Typer()
@@ -37,6 +44,9 @@ def extract(
         StoreType | None, typer.Option(help="Type of the stored states, for `store_dtype`; see docs/stores.md.")
     ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would read, write and take, and stop.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Into a ring that `train --stream` consumes (docs/ring.md).")
+    ] = False,
 ) -> None:
     """The target's hidden states for conversations, as a store.
 
@@ -45,26 +55,37 @@ def extract(
     chosen = [] if source is None else [f"from_store={json.dumps(str(source))}"]
     chosen += [] if dtype is None else [f"store_dtype={_STORE_TYPES[dtype]}"]
     cfg = run_config(ExtractConfig, config, [*(overrides or []), *chosen])
+    if stream and cfg.ring is None:
+        cfg = cfg.model_copy(update={"ring": RingWriteSection()})
     if dry:
         from eagle3.target.estimate import dry_run
 
         plan = dry_run(cfg)
         print(plan.render())
         raise typer.Exit(EXIT_PROBLEMS if plan.problems else 0)
-    from eagle3.target.extract import run_extract
+    from eagle3.target.extract import run_extract, run_extract_ring
 
-    print(run_extract(cfg).render())
+    print((run_extract(cfg) if cfg.ring is None else run_extract_ring(cfg)).render())
 
 
 @work_app.command(epilog=epilog(TrainConfig))
-def train(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="From a ring that `extract --stream` fills (docs/ring.md).")
+    ] = False,
+) -> None:
     """Fits a drafter on a hidden-state store.
 
     With several processes: accelerate launch train.py (docs/training.md).
     """
     from eagle3.train.trainer import run_training
 
-    result = run_training(run_config(TrainConfig, config, overrides))
+    cfg = run_config(TrainConfig, config, overrides)
+    if stream and cfg.ring is None:
+        cfg = cfg.model_copy(update={"ring": RingReadSection()})
+    result = run_training(cfg)
     if result.is_main_process:
         print(result.render())
 

@@ -126,6 +126,28 @@ class ServerSection(Section):
     """Compare the first states with those of the target in this process, where `target.path` fits in memory."""
 
 
+class RingWriteSection(Section):
+    """A ring in place of a store: extraction and training at the same time, within a bound of bytes."""
+
+    max_bytes: PositiveInt = 64 << 30
+    """Most bytes of shards in the ring; extraction waits while there is no room."""
+    epochs: PositiveInt = 1
+    """Passes over the samples; each one extracts them anew."""
+    seed: Seed = 0
+    """Seed of the order of samples, which is another one in each epoch."""
+    wait_seconds: PositiveFloat = 3600.0
+    """Stop when there was no room, and no trainer showed a sign of life, for so long."""
+
+
+class RingReadSection(Section):
+    """Training from a ring."""
+
+    wait_seconds: PositiveFloat = 600.0
+    """Stop when what is needed is not there, and the writer showed no sign of life, for so long."""
+    rewind: bool = False
+    """Let the ring go back to shards that were released; they are extracted once more."""
+
+
 class ExtractConfig(Section):
     """`eagle3 extract`: the target's hidden states for conversations, as a store."""
 
@@ -136,7 +158,9 @@ class ExtractConfig(Section):
     output_indices: list[LayerIndex]
     """Decoder layers whose outputs are captured, e.g. `[2,30,58]` (0-based, ascending; -1 is the embedding)."""
     output: PathText
-    """Folder of the hidden-state store."""
+    """Folder of the hidden-state store, or of the ring."""
+    ring: RingWriteSection | None = None
+    """Write a ring in place of a store, as `--stream` does."""
     engine: Literal["auto", "transformers", "streamed", "sglang"] = "auto"
     """What runs the target: the whole of it in memory (`transformers`), a layer at a time (`streamed`), a running
     server (`sglang`), or `auto`, which streams a target that does not fit."""
@@ -306,7 +330,9 @@ class TrainConfig(Section):
     """`eagle3 train`: fits a drafter on a hidden-state store."""
 
     dataset: PathText
-    """Folder of the hidden-state store."""
+    """Folder of the hidden-state store, or of the ring."""
+    ring: RingReadSection | None = None
+    """Train from a ring in place of a store, as `--stream` does."""
     output: PathText
     """Run folder: config, log, checkpoints."""
     output_indices: list[LayerIndex]

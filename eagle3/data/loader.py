@@ -63,7 +63,8 @@ class BatchPlan:
         random.shuffle(order)
         rows = self._rows(order)
         random.shuffle(rows)
-        return [self._window(rows[i : i + self._window_rows]) for i in range(0, len(rows), self._window_rows)]
+        size = self._window_rows
+        return [window_of(rows[i : i + size], self.batch_size, self.world_size) for i in range(0, len(rows), size)]
 
     @property
     def _window_rows(self) -> int:
@@ -75,11 +76,12 @@ class BatchPlan:
         packed = pack_rows([min(self.lengths[index], self.max_length) for index in order], self.max_length)
         return [[order[place] for place in row] for row in packed]
 
-    def _window(self, rows: list[Row]) -> Window:
-        size, world = self.batch_size, self.world_size
-        shares = [rows[i : i + size] for i in range(0, len(rows), size)]
-        shares += [[]] * (-len(shares) % world)
-        return [shares[i : i + world] for i in range(0, len(shares), world)]
+
+def window_of(rows: list[Row], batch_size: int, world_size: int) -> Window:
+    """Rows of one optimiser step, dealt to ranks and micro-batches."""
+    shares = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    shares += [[]] * (-len(shares) % world_size)
+    return [shares[i : i + world_size] for i in range(0, len(shares), world_size)]
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,14 @@ def load_windows(
         if ahead is not None:
             wait_for(ahead[1])
             yield ahead[0]
+
+
+def read_batches(reader: StoreReader, micro_batches: Sequence[Sequence[Row]], max_length: int) -> list[DraftBatch]:
+    """A batch of these rows of samples (by their indices in the store) for each micro-batch; rows may be none."""
+    with RowReader(reader) as states:
+        batches, jobs = _begin(reader, states, micro_batches, max_length)
+        wait_for(jobs)
+    return batches
 
 
 def _begin(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eagle3.data.store_check import INCOMPLETE, check_store
-from eagle3.data.store_format import TARGET_HEAD_FILE, SampleInfo, load_manifest, sample_rows
+from eagle3.data.store_format import TARGET_HEAD_FILE, Manifest, SampleInfo, load_manifest, sample_rows
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_verify import verify
 from eagle3.data.store_writer import StoreWriter
@@ -56,6 +56,17 @@ class StoreReader:
         if allow_incomplete:
             problems = [problem for problem in problems if problem.kind != INCOMPLETE]
         raise_problems(problems, f"cannot use the hidden states in {folder}")
+        self._take(manifest)
+
+    @classmethod
+    def of_manifest(cls, folder: Path, manifest: Manifest) -> Self:
+        """What a manifest lists, as it is: the caller has checked the files."""
+        reader = cls.__new__(cls)
+        reader.folder = folder
+        reader._take(manifest)
+        return reader
+
+    def _take(self, manifest: Manifest) -> None:
         self.contract = manifest.contract
         self.layout = manifest.layout
         self.settings = manifest.settings

@@ -29,6 +29,7 @@ from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, write_atomic
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.dataset import RING_FILE
 
 _OTHER_SETTINGS_FIX = "use its settings, or another output"
 
@@ -56,7 +57,7 @@ def resume_manifest(
     """
     manifest = check_resume(folder, layout, settings)
     damaged_head = check_target_head(folder, manifest)
-    if not damaged_head and not _same_head(folder, head):
+    if not damaged_head and not same_head(folder, head):
         message = "the store was begun with other weights of the target's embedding, norm or head"
         raise problem_error(str(folder), "store.other_target", message, _OTHER_SETTINGS_FIX)
     if damaged_head:
@@ -78,13 +79,13 @@ def check_resume(folder: Path, layout: StoreLayout, settings: Mapping[str, Any])
     """
     manifest, where = load_manifest(folder), str(folder)
     problems = manifest.contract.compare(layout.contract, where, "this run")
-    problems += _layout_differences(manifest.layout, layout, where)
+    problems += layout_differences(manifest.layout, layout, where)
     problems += setting_differences(manifest.settings, plain_json(settings), where)
     raise_problems(problems, f"cannot resume {where}")
     return manifest
 
 
-def _layout_differences(begun: StoreLayout, mine: StoreLayout, where: str) -> list[Problem]:
+def layout_differences(begun: StoreLayout, mine: StoreLayout, where: str) -> list[Problem]:
     if begun.version != mine.version:
         message = f"was begun in format version {begun.version}, this eagle3 writes version {mine.version}"
         fix = "make a new store of it: `eagle3 extract --from` takes over what it holds"
@@ -119,6 +120,9 @@ def check_output(folder: Path) -> list[Problem]:
         return []
     if not folder.is_dir():
         return [Problem(str(folder), "store.not_a_store", "is a file, expected a folder", "use another output")]
+    if (folder / RING_FILE).exists():
+        message = "is a ring, not a store"
+        return [Problem(str(folder), "store.is_a_ring", message, "pass --stream, or use another output")]
     if shards := shard_files(folder):  # a killed writer never leaves that
         message = f"has {len(shards)} shards, but no {MANIFEST_FILE}"
         return [Problem(str(folder), "store.manifest_missing", message, "restore the manifest, or use an empty folder")]
@@ -142,7 +146,8 @@ def write_target_head(folder: Path, head: Mapping[str, torch.Tensor]) -> FileInf
     return FileInfo(path.name, path.stat().st_size, checksum)
 
 
-def _same_head(folder: Path, head: Mapping[str, torch.Tensor]) -> bool:
+def same_head(folder: Path, head: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the stored target head is this one."""
     stored = load_file(folder / TARGET_HEAD_FILE)
     return stored.keys() == head.keys() and all(torch.equal(stored[name], head[name].cpu()) for name in stored)
 

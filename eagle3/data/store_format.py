@@ -14,6 +14,7 @@ from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import parse_json_file, read_file, write_json_atomic
 from eagle3.sealed import SEAL, check_seal, write_sealed
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.dataset import RING_FILE
 from eagle3.wiring.fingerprint_file import Fingerprint
 from eagle3.wiring.layers import is_int
 
@@ -144,6 +145,10 @@ def load_manifest(folder: Path) -> Manifest:
             (every place is named).
     """
     path = folder / MANIFEST_FILE
+    if not path.exists() and (folder / RING_FILE).exists():
+        fix = "train from it with `eagle3 train --stream`; for a store, extract without --stream into another folder"
+        message = "is a ring, not a store: its shards come and go"
+        raise problem_error(str(folder), "store.is_a_ring", message, fix)
     raw = read_file(path, _A_MANIFEST)
     value = parse_json_file(raw, path, _A_MANIFEST)
     manifest = parse_manifest(value, str(path))

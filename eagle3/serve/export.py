@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from eagle3.config import ServeConfig
+from eagle3.data.ring_reader import RingReader
 from eagle3.data.store import StoreReader
 from eagle3.data.tensor_file import write_tensor_file
-from eagle3.errors import ProblemsError, problem_error
+from eagle3.errors import ProblemsError, problem_error, raise_problems
 from eagle3.files import atomic_folder, read_json, read_json_object, write_json_atomic
 from eagle3.serve.adapter import EMBEDDING, to_exported
 from eagle3.serve.draft_config import exported_config, is_exported_config
@@ -26,6 +27,7 @@ from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
 from eagle3.wiring.checkpoint_tensors import WEIGHTS_FILE
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
+from eagle3.wiring.dataset import RING_FILE
 from eagle3.wiring.engines import EngineIds, find_convention, graphs_difference, ids_to_write
 from eagle3.wiring.fingerprint_file import FINGERPRINT_FILE, load_fingerprint
 from eagle3.wiring.layers import describe_layers
@@ -145,8 +147,12 @@ def _check_output(output: Path) -> None:
 
 
 def _target_embedding(dataset: Path, contract: WiringContract) -> Tensor:
-    """The target's embedding [V, H] from the store that the run was trained on."""
-    return StoreReader(dataset, contract).target_head()[EMBEDDING]
+    """The target's embedding [V, H] from the store or ring that the run was trained on."""
+    if not (dataset / RING_FILE).exists():
+        return StoreReader(dataset, contract).target_head()[EMBEDDING]
+    ring = RingReader(dataset, wait_seconds=0)
+    raise_problems(ring.contract.compare(contract, f"ring {dataset}", "run"))
+    return ring.target_head()[EMBEDDING]
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from eagle3.config import ExtractConfig, TargetConfig
+from eagle3.data.ring_format import RING_FILE, load_ring
 from eagle3.data.store_format import MANIFEST_FILE, load_manifest
 from eagle3.target.resolve import TargetFiles, pick_device
 from eagle3.wiring.safetensors_header import read_header
@@ -36,8 +37,18 @@ def resolve_engine(cfg: ExtractConfig, files: TargetFiles) -> str:
     """
     if cfg.engine != "auto":
         return cfg.engine
+    if cfg.ring is not None:
+        return _begun_ring_engine(Path(cfg.output)) or choose_engine(files, cfg.target)
     if (Path(cfg.output) / MANIFEST_FILE).exists():
         begun = load_manifest(Path(cfg.output)).settings.get("engine")
         if isinstance(begun, str):
             return begun
     return choose_engine(files, cfg.target)
+
+
+def _begun_ring_engine(folder: Path) -> str | None:
+    """The engine that began the ring there, if one is begun."""
+    if not (folder / RING_FILE).exists():
+        return None
+    begun = load_ring(folder).settings.get("engine")
+    return begun if isinstance(begun, str) else None

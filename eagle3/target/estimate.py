@@ -14,6 +14,7 @@ import torch
 
 from eagle3.config import ExtractConfig
 from eagle3.config.schema import StoreDtype
+from eagle3.data.ring_folder import check_ring_plan
 from eagle3.data.store_check import check_shard
 from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import Problem, ProblemsError
@@ -21,6 +22,7 @@ from eagle3.files import size_text
 from eagle3.target.engines.sglang_server import newest_start_command
 from eagle3.target.plan import ExtractPlan, check_resume, disk_estimate, make_plan, process_problems
 from eagle3.target.resolve import pick_device
+from eagle3.target.ring_extract import for_ring, plan_ring, ring_estimate
 from eagle3.target.stream_plan import (
     StreamPlan,
     begun_manifest,
@@ -29,6 +31,7 @@ from eagle3.target.stream_plan import (
     missing_shards,
     settle_sizes,
 )
+from eagle3.target.stream_ring import plan_streamed_ring
 from eagle3.wiring.report import aligned
 
 # Kimi-K2.5 on one H200, documents of 2k tokens; see docs/benchmarks.md, "Extraction of Kimi-K2.5".
@@ -58,6 +61,8 @@ def dry_run(cfg: ExtractConfig, by_dtype: bool = False) -> DryRun:
         ProblemsError: the target or the data cannot be used, so that nothing can be said.
     """
     plan = make_plan(cfg, download=False)
+    if cfg.ring is not None:
+        return _ring_dry_run(plan)
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     disk, problems = disk_estimate(plan)
@@ -70,6 +75,27 @@ def dry_run(cfg: ExtractConfig, by_dtype: bool = False) -> DryRun:
     try:
         problems += process_problems(plan)
         lines += _streamed(make_stream_plan(plan, begun_settings(plan))) if plan.engine == "streamed" else _whole(plan)
+    except ProblemsError as error:
+        problems += error.problems
+    return DryRun(lines, problems)
+
+
+def _ring_dry_run(plan: ExtractPlan) -> DryRun:
+    lines, problems = [f"engine: {plan.engine}", str(plan.prepared)], process_problems(plan)
+    try:
+        plan = for_ring(plan)
+        if plan.engine == "streamed":
+            stream, ring = plan_streamed_ring(plan)
+            passes, read = ring.shards[-1].unit + 1, stream.skeleton.pass_bytes
+            lines += stream.memory.lines()
+            lines.append(f"{passes:,} chunks, each a pass over {size_text(read)} of weights")
+        else:
+            ring = plan_ring(plan)
+            lines += _whole(plan)
+        text, disk = ring_estimate(plan, ring)
+        lines.append(text)
+        problems += disk
+        check_ring_plan(plan.folder, ring)
     except ProblemsError as error:
         problems += error.problems
     return DryRun(lines, problems)

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
-from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store import StoredSample
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import raise_problems
 from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan, process_problems
 from eagle3.target.reuse import changes, copy_states, reusable
+from eagle3.target.ring_extract import RingReport, check_ring, for_ring, plan_ring, write_ring
 from eagle3.target.selfcheck import self_check
 from eagle3.target.served_extract import extract_served
 from eagle3.target.stream_extract import extract_streamed
 from eagle3.target.stream_plan import begun_manifest, begun_settings, settle_sizes
-from eagle3.target.write import open_store, write_missing
+from eagle3.target.stream_ring import extract_streamed_ring
+from eagle3.target.write import Done, Write, write_store
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,20 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
             do not fit (all differences are listed), or the self-check failed: nothing was written then. Or a batch's
             states do not fit its tokens.
     """
+    assert cfg.ring is None, "run_extract_ring writes rings"
     plan = make_plan(cfg)
     raise_problems(process_problems(plan))
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     lacking: Sequence[str] = ()
-    if cfg.from_store is not None:
-        print(f"extracting from {cfg.from_store} again:", *changes(plan), sep="\n  ", file=sys.stderr)
+    _say_changes(plan)
     check_disk(plan)
     if check_resume(plan):
         extracted = 0
-    elif (source := reusable(plan)) is not None:
-        print("it has all of these states: they are copied, the target does not run", file=sys.stderr)
-        extracted = copy_states(plan, source)
-    elif plan.engine == "streamed":
+    elif plan.engine == "streamed" and reusable(plan) is None:
         extracted, lacking = extract_streamed(plan)
-    elif plan.engine == "sglang":
-        extracted = extract_served(plan)
     else:
-        extracted = _extract(plan)
+        extracted = _run_whole(plan, write_store)
     manifest = begun_manifest(plan)  # a process without a share may end before the first one begins the store
     stored = [sample for shard in manifest.shards for sample in shard.samples] if manifest else []
     return ExtractReport(
@@ -93,7 +90,36 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
     )
 
 
-def _extract(plan: ExtractPlan) -> int:
+def run_extract_ring(cfg: ExtractConfig) -> RingReport:
+    """Extracts into the ring `cfg.output` until all of its epochs are made, or its trainer needs no more.
+
+    Raises:
+        ProblemsError: as `run_extract`; another writer is at work, or no trainer came.
+    """
+    plan = make_plan(cfg)
+    raise_problems(process_problems(plan))
+    plan = for_ring(plan)
+    _say_changes(plan)
+    if plan.engine == "streamed" and reusable(plan) is None:
+        return extract_streamed_ring(plan)
+    check_ring(plan, plan_ring(plan))
+    return _run_whole(plan, write_ring)
+
+
+def _say_changes(plan: ExtractPlan) -> None:
+    if plan.cfg.from_store is not None:
+        print(f"extracting from {plan.cfg.from_store} again:", *changes(plan), sep="\n  ", file=sys.stderr)
+
+
+def _run_whole(plan: ExtractPlan, write: Write[Done]) -> Done:
+    """With whatever gives whole samples."""
+    if (source := reusable(plan)) is not None:
+        print("it has all of these states: they are copied, the target does not run", file=sys.stderr)
+        return copy_states(plan, source, write)
+    return extract_served(plan, write) if plan.engine == "sglang" else _extract(plan, write)
+
+
+def _extract(plan: ExtractPlan, write: Write[Done]) -> Done:
     cfg, spec = plan.cfg, plan.files.spec
     model = load_model(plan.files, cfg.target)
     engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)
@@ -107,19 +133,14 @@ def _extract(plan: ExtractPlan) -> int:
     ids = [sample.id for sample in plan.samples]
     self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.layout.value_dtype)
     head_tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-    with open_store(plan, head_tensors, engine.neighbours) as writer:
-        return extract_missing(plan, engine, writer)
-
-
-def extract_missing(plan: ExtractPlan, engine: CaptureEngine, writer: StoreWriter) -> int:
-    """As `write_missing`; which samples share a forward pass, too, depends on the set and the limits alone."""
 
     def captured(missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
+        """Which samples share a forward pass depends on the set and the limits alone."""
         lengths = [len(plan.samples[index].input_ids) for index in missing]
-        for batch in batches_by_length(lengths, plan.cfg.batch_tokens):
+        for batch in batches_by_length(lengths, cfg.batch_tokens):
             yield from _capture(plan, engine, [missing[place] for place in batch])
 
-    return write_missing(plan, writer, captured)
+    return write(plan, head_tensors, captured, engine.neighbours)
 
 
 def _capture(plan: ExtractPlan, engine: CaptureEngine, chosen: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:

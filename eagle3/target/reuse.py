@@ -5,13 +5,15 @@ Legend: A aux layers, H target hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from safetensors.torch import load_file
 
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_format import TARGET_HEAD_FILE
 from eagle3.target.plan import ExtractPlan
-from eagle3.target.write import open_store, write_missing
+from eagle3.target.write import Done, Write
 
 _SAME = ("target_config_digest", "num_hidden_layers", "hidden_size", "last_hidden_states")
 
@@ -40,17 +42,17 @@ def reusable(plan: ExtractPlan) -> StoreReader | None:
     return reader if same and narrower and rows and covered else None
 
 
-def copy_states(plan: ExtractPlan, reader: StoreReader) -> int:
-    """Writes the samples that the new store lacks, from the old one's states; returns how many."""
+def copy_states(plan: ExtractPlan, reader: StoreReader, write: Write[Done]) -> Done:
+    """Writes the samples that are lacking, from the old store's states."""
     old = reader.contract
     slots = [old.output_indices.index(index) for index in plan.contract.output_indices]
-    with open_store(plan, load_file(reader.folder / TARGET_HEAD_FILE)) as writer:
-        return write_missing(
-            plan,
-            writer,
-            lambda missing: ((index, _copied(reader, index, slots, plan.layout.value_dtype)) for index in missing),
-            "copy",
-        )
+    places = {sample.id: index for index, sample in enumerate(reader.samples)}
+
+    def make(missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
+        for index in missing:
+            yield index, _copied(reader, places[plan.samples[index].id], slots, plan.layout.value_dtype)
+
+    return write(plan, load_file(reader.folder / TARGET_HEAD_FILE), make, label="copy")
 
 
 def _copied(reader: StoreReader, index: int, slots: list[int], dtype: torch.dtype) -> StoredSample:

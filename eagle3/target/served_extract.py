@@ -23,11 +23,11 @@ from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.head_tensors import has_all_weights, read_head_tensors
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.served_check import check_served
-from eagle3.target.write import open_store, write_missing
+from eagle3.target.write import Done, Write
 
 
-def extract_served(plan: ExtractPlan) -> int:
-    """Extracts what the store lacks; returns how many samples.
+def extract_served(plan: ExtractPlan, write: Write[Done]) -> Done:
+    """Extracts what is lacking.
 
     Raises:
         ProblemsError: kinds `server.*`; whatever can be found out before the first byte is written, is. A server that
@@ -53,8 +53,8 @@ def extract_served(plan: ExtractPlan) -> int:
         samples = {sample.id: sample.input_ids for sample in plan.samples}
         check_served(engine, contract, cfg.target.dtype, head, samples, served.start, local)
         other_states = None if local is None else local.neighbours
-        with open_store(plan, tensors, other_states, {"server": served.recorded}) as writer:
-            return write_missing(plan, writer, lambda missing: _asked(plan, engine, missing))
+        told = {"server": served.recorded}
+        return write(plan, tensors, lambda missing: _asked(plan, engine, missing), other_states, told)
 
 
 def _connect(plan: ExtractPlan, stack: ExitStack) -> tuple[SglangEngine, Served]:

@@ -42,7 +42,7 @@ from eagle3.target.streaming.memory import explained_memory
 from eagle3.target.streaming.reader import check_vectors
 from eagle3.wiring.fingerprint_file import Fingerprint
 
-_HASHERS = 4
+HASHERS = 4
 
 
 def extract_streamed(plan: ExtractPlan) -> tuple[int, list[str]]:
@@ -56,9 +56,9 @@ def extract_streamed(plan: ExtractPlan) -> tuple[int, list[str]]:
             work.
     """
     stream = make_stream_plan(plan, begun_settings(plan))
-    _say(*stream.memory.lines(), *stream.advice())
+    say(*stream.memory.lines(), *stream.advice())
     if _is_done(stream):
-        _say(f"nothing is left to do for process {stream.process.index}")
+        say(f"nothing is left to do for process {stream.process.index}")
         return 0, _lacking(stream)
     with ExitStack() as stack:
         engines = stack.enter_context(ExitStack())
@@ -70,7 +70,7 @@ def extract_streamed(plan: ExtractPlan) -> tuple[int, list[str]]:
             stream = make_stream_plan(plan, store.settings)
             engine = engines.enter_context(closing(make_engine(stream)))
         for problem in store.redone:
-            _say(f"redone: {problem}")
+            say(f"redone: {problem}")
         _adopt(stream, store)
         added = _walk_share(stream, engine, store)
     return added, _lacking(stream)
@@ -140,17 +140,17 @@ def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -
         for chunk, shards in work:
             batch = [stream.plan.samples[index].input_ids for index in chunk.samples]
             with (
-                _walked(stream, chunk, shards) as (parts, rows),
+                walked(stream, chunk, shards) as (parts, rows),
                 ShardSink(parts, stream.plan.layout, stage, rows, most_waiting) as sink,
                 explained_memory(),
             ):
-                engine.walk(batch, sink, _whole_steps(advance, sink.check, listing.check))
+                engine.walk(batch, sink, whole_steps(advance, sink.check, listing.check))
             listing.add([part.file for part in parts], None if rows is None else rows.fingerprint())
     return sum(len(shard.samples) for _, shards in work for shard in shards)
 
 
 @contextmanager
-def _walked(
+def walked(
     stream: StreamPlan, chunk: Chunk, shards: Sequence[Shard]
 ) -> Iterator[tuple[list[Part], FingerprintRows | None]]:
     """Opens these shards of the chunk, and closes them if the walk succeeds; else nothing of them is left."""
@@ -212,7 +212,7 @@ class _Listing:
             self._pending.result()
 
     def _list(self, files: Sequence[ShardFile], fingerprint: Fingerprint | None) -> None:
-        with ThreadPoolExecutor(_HASHERS, thread_name_prefix="checksum") as pool:
+        with ThreadPoolExecutor(HASHERS, thread_name_prefix="checksum") as pool:
             entries = list(pool.map(lambda file: shard_entry(file.path, file.samples), files))
         self._store.commit(entries, fingerprint)
 
@@ -228,7 +228,7 @@ def _adopt(stream: StreamPlan, store: JointStore) -> None:
             if shard.number and path.exists() and _fits(path, [sample_info(item) for item in samples], plan):
                 whole.append(shard_entry(path, samples))
     if whole:
-        _say(f"{len(whole)} shards were whole, but not listed yet")
+        say(f"{len(whole)} shards were whole, but not listed yet")
         store.commit(whole)
 
 
@@ -247,7 +247,7 @@ def _lacking(stream: StreamPlan) -> list[str]:
     ]
 
 
-def _whole_steps(advance: Callable[[int], None], *checks: Callable[[], None]) -> Callable[[float], None]:
+def whole_steps(advance: Callable[[int], None], *checks: Callable[[], None]) -> Callable[[float], None]:
     """Hands a walk's fractions of tokens on as whole ones, and lets what goes on beside it raise."""
     done, shown = 0.0, 0
 
@@ -262,6 +262,6 @@ def _whole_steps(advance: Callable[[int], None], *checks: Callable[[], None]) ->
     return step
 
 
-def _say(*lines: str) -> None:
+def say(*lines: str) -> None:
     for line in lines:
         print(line, file=sys.stderr)

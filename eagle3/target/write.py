@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from eagle3.data.store_layout import StoreLayout
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
+from eagle3.target.plan import ExtractPlan
 from eagle3.target.resolve import TargetFiles
 from eagle3.wiring.contract import WiringContract
 
@@ -48,6 +49,46 @@ class StorePlan(Protocol):
     def sizes(self) -> Sequence[int]:
         """Bytes of each sample in a shard."""
         ...
+
+
+Done = TypeVar("Done", covariant=True)
+
+
+class Write(Protocol[Done]):
+    """Where an engine's samples go: into a store (`write_store`) or a ring."""
+
+    def __call__(
+        self,
+        plan: ExtractPlan,
+        target_head: Mapping[str, torch.Tensor],
+        make: Make,
+        other_states: OtherStates | None = None,
+        told: Mapping[str, Any] | None = None,
+        label: str = "extract",
+    ) -> Done:
+        """Makes and writes what is lacking.
+
+        Args:
+            plan: of the extraction.
+            target_head, other_states: see `StoreWriter`.
+            make: gives the samples; equal ones for equal numbers.
+            told: further provenance.
+            label: of the progress bar.
+        """
+        ...
+
+
+def write_store(
+    plan: ExtractPlan,
+    target_head: Mapping[str, torch.Tensor],
+    make: Make,
+    other_states: OtherStates | None = None,
+    told: Mapping[str, Any] | None = None,
+    label: str = "extract",
+) -> int:
+    """A `Write` into a store; how many samples were added."""
+    with open_store(plan, target_head, other_states, told) as writer:
+        return write_missing(plan, writer, make, label)
 
 
 @contextmanager

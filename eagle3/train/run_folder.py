@@ -33,6 +33,8 @@ _MAY_CHANGE = {
     "eval_dataset",
     "output",
     "keep_checkpoints",
+    "ring.wait_seconds",
+    "ring.rewind",
     *(f"tracking.{name}" for name in TrackingSection.model_fields),
 }
 """Config keys that a resumed run may change: a dataset is recognised by its content, wherever it lies."""

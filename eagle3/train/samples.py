@@ -6,12 +6,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Protocol
+
+import torch
 
 from eagle3.config import TrainConfig
+from eagle3.data.loader import BatchPlan
+from eagle3.data.ring_reader import RingReader
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE
+from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import digest_json, sha256_file
+from eagle3.train.feed import Dataset, Feed, StoreFeed
+from eagle3.train.ring_feed import RingSamples, ring_notes
+
+
+class TrainSamples(Protocol):
+    """What a run trains on."""
+
+    @property
+    def reader(self) -> Dataset:
+        """Where they lie."""
+        ...
+
+    def count_supervised(self) -> torch.Tensor:
+        """int64 [V]: occurrences of each target id at supervised positions."""
+        ...
+
+    def feed(self, config: TrainConfig, world_size: int) -> Feed:
+        """The windows of a run with so many ranks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +52,24 @@ class SampleSet:
         """Tokens of each sample, cut."""
         return [min(self.reader.samples[index].tokens, self.max_length) for index in self.indices]
 
+    def count_supervised(self) -> torch.Tensor:
+        """See `TrainSamples`; counted from the store itself, never from a cache."""
+        return count_supervised(self.reader, self.indices)
+
+    def feed(self, config: TrainConfig, world_size: int) -> StoreFeed:
+        """See `TrainSamples`."""
+        plan = BatchPlan(
+            seed=config.seed,
+            lengths=self.lengths,
+            max_length=self.max_length,
+            batch_size=config.batch_size,
+            accumulate=config.accumulate,
+            world_size=world_size,
+            pack=config.pack,
+        )
+        most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
+        return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))
+
     def ids(self, places: Sequence[int]) -> list[str]:
         """Sample ids of places in `indices`."""
         return [self.reader.samples[self.indices[place]].id for place in places]
@@ -39,11 +82,11 @@ class Samples:
     Attributes:
         train: at least one sample.
         heldout: None where nothing is held out.
-        digest: `sha256:<hex>` of the stores' manifests, which hold a checksum of every shard.
+        digest: `sha256:<hex>` of the stores' manifests, which hold a checksum of every shard, or of the ring's plan.
         notes: what a user should know about them, a line each.
     """
 
-    train: SampleSet
+    train: TrainSamples
     heldout: SampleSet | None
     digest: str
     notes: list[str]
@@ -63,14 +106,34 @@ def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
         heldout = SampleSet(reader, heldout_indices, config.max_length) if heldout_indices else None
     else:
         train = usable
-        other = _open_eval_dataset(config, reader)
-        heldout = SampleSet(other, _usable(other, config.max_length, notes), config.max_length)
-        known = {reader.samples[index].id for index in train}
-        if shared := sum(other.samples[index].id in known for index in heldout.indices):
-            notes.append(f"{shared} of {len(heldout.indices)} held-out samples have the id of a training sample")
+        heldout = _heldout_store(config, reader, {reader.samples[index].id for index in train}, notes)
     notes.append(f"{len(train)} training samples, {len(heldout.indices) if heldout else 0} held out")
     digest = digest_json([_manifest_digest(reader), heldout and _manifest_digest(heldout.reader)])
     return Samples(SampleSet(reader, train, config.max_length), heldout, digest, notes)
+
+
+def select_ring_samples(config: TrainConfig, reader: RingReader, processes: int) -> Samples:
+    """All samples of a ring; held-out ones only of `eval_dataset`.
+
+    Raises:
+        ProblemsError: as `select_samples`.
+    """
+    notes = ring_notes(config, reader, processes)
+    heldout = None
+    if config.eval_dataset is not None:
+        heldout = _heldout_store(config, reader, {sample.id for sample in reader.ring.samples}, notes)
+        notes.append(f"{len(heldout.indices)} samples held out")
+    digest = digest_json([reader.ring.digest, heldout and _manifest_digest(heldout.reader)])
+    return Samples(RingSamples(reader), heldout, digest, notes)
+
+
+def _heldout_store(config: TrainConfig, reader: Dataset, known: set[str], notes: list[str]) -> SampleSet:
+    """The usable samples of `eval_dataset`; `known` are the ids of the training samples."""
+    other = _open_eval_dataset(config, reader)
+    heldout = SampleSet(other, _usable(other, config.max_length, notes), config.max_length)
+    if shared := sum(other.samples[index].id in known for index in heldout.indices):
+        notes.append(f"{shared} of {len(heldout.indices)} held-out samples have the id of a training sample")
+    return heldout
 
 
 def _usable(reader: StoreReader, max_length: int, notes: list[str]) -> list[int]:
@@ -100,7 +163,7 @@ def _split(indices: list[int], fraction: float, seed: int) -> tuple[list[int], l
     return [index for index in indices if index not in heldout], sorted(heldout)
 
 
-def _open_eval_dataset(config: TrainConfig, reader: StoreReader) -> StoreReader:
+def _open_eval_dataset(config: TrainConfig, reader: Dataset) -> StoreReader:
     assert config.eval_dataset is not None
     other = StoreReader(Path(config.eval_dataset))
     mine, theirs = f"eval_dataset {config.eval_dataset}", f"dataset {config.dataset}"

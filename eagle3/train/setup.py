@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eagle3.config import DraftSection, TrainConfig
 from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
+from eagle3.data.ring_reader import RingReader
 from eagle3.data.store import StoreReader
-from eagle3.data.vocab_count import count_supervised
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.init import start_fc_at_last_slot
 from eagle3.draft.loss import LastHiddenKind, TargetHead
@@ -24,7 +24,9 @@ from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.resolve import find_target
-from eagle3.train.samples import Samples, select_samples
+from eagle3.train.feed import Dataset
+from eagle3.train.ring_feed import check_ring
+from eagle3.train.samples import Samples, TrainSamples, select_ring_samples, select_samples
 from eagle3.wiring.contract import WiringContract, config_digest
 from eagle3.wiring.layers import check_output_indices, is_int
 
@@ -50,18 +52,20 @@ class Setup:
     notes: list[str]
 
 
-def make_setup(config: TrainConfig) -> Setup:
+def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
     """Opens and checks the datasets, chooses the draft vocab and makes the drafter.
+
+    Args:
+        processes: ranks that will train.
 
     Raises:
         ProblemsError: the dataset is damaged, or is not what the config asks for (every difference is listed); the
             drafter cannot have this shape.
     """
-    reader = StoreReader(Path(config.dataset), allow_incomplete=config.allow_incomplete)
-    raise_problems(check_dataset_contract(config, reader.contract), f"cannot train on {config.dataset}")
+    samples = _open_samples(config, processes)
+    reader = samples.train.reader
     ttt = TTTSettings(config.ttt.steps, config.ttt.decay, config.ttt.chain_rule)
-    samples = select_samples(config, reader)
-    vocab, coverage = choose_vocab(config.draft, samples, reader)
+    vocab, coverage = choose_vocab(config.draft, samples.train)
     target = reader.target_head()
     module = TTTLoss(make_model(config, reader, vocab, target), vocab, ttt)
     counts = module.model.config.parameter_counts()
@@ -72,6 +76,17 @@ def make_setup(config: TrainConfig) -> Setup:
     ]
     contract = reader.contract.with_draft_vocab(vocab.digest)
     return Setup(contract, samples, vocab, module, make_head(config, reader, target), notes)
+
+
+def _open_samples(config: TrainConfig, processes: int) -> Samples:
+    if config.ring is None:
+        store = StoreReader(Path(config.dataset), allow_incomplete=config.allow_incomplete)
+        raise_problems(check_dataset_contract(config, store.contract), f"cannot train on {config.dataset}")
+        return select_samples(config, store)
+    ring = RingReader(Path(config.dataset), config.ring.wait_seconds)
+    problems = check_dataset_contract(config, ring.contract) + check_ring(config, ring, processes)
+    raise_problems(problems, f"cannot train from {config.dataset}")
+    return select_ring_samples(config, ring, processes)
 
 
 def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> list[Problem]:
@@ -94,24 +109,25 @@ def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> lis
     return problems + contract.compare(wanted, f"dataset {config.dataset}", "training config")
 
 
-def choose_vocab(draft: DraftSection, samples: Samples, reader: StoreReader) -> tuple[DraftVocab, float]:
+def choose_vocab(draft: DraftSection, train: TrainSamples) -> tuple[DraftVocab, float]:
     """The draft vocab and the share of supervised training tokens that it holds.
 
-    Counted from the training samples of this very dataset, never from a cache; the target's special tokens are kept.
+    Counted over the training samples of this very dataset; the target's special tokens are kept.
     """
+    reader = train.reader
     if draft.draft_vocab_size is None:
         return DraftVocab.full(reader.contract.vocab_size), 1.0
-    counts = count_supervised(reader, samples.train.indices)
+    counts = train.count_supervised()
     keep_ids = reader.settings.get("keep_ids")
     if not isinstance(keep_ids, list) or not all(is_int(item) and abs(item) < 2**63 for item in keep_ids):
         message = f"settings.keep_ids is {str(keep_ids)[:60]}, expected the special tokens' ids"
         fix = "restore the manifest, or extract again into an empty folder"
-        raise problem_error(str(reader.folder), "store.keep_ids", message, fix)
+        raise problem_error("dataset", "store.keep_ids", message, fix)
     vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, keep_ids)
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 
 
-def make_model(config: TrainConfig, reader: StoreReader, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
+def make_model(config: TrainConfig, reader: Dataset, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
     """The drafter before its first step: the target's embedding; head and final norm by `draft.init`."""
     shape = config.draft.model_dump(exclude={"init", "fc_init", "rope", "draft_vocab_size"})
     rope = None if config.draft.rope is None else RopeConfig(**config.draft.rope.model_dump())
@@ -133,7 +149,7 @@ def make_model(config: TrainConfig, reader: StoreReader, vocab: DraftVocab, targ
     return model
 
 
-def make_head(config: TrainConfig, reader: StoreReader, target: dict[str, Tensor]) -> TargetHead:
+def make_head(config: TrainConfig, reader: Dataset, target: dict[str, Tensor]) -> TargetHead:
     """The target's head; in float32 where the run computes in float32."""
     lm_head = target["lm_head.weight"]
     if config.mixed_precision == "no":

@@ -10,15 +10,17 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import BatchPlan, Window, load_windows
+from eagle3.data.loader import Window
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import only_writer, write_json_atomic
@@ -53,7 +55,7 @@ def run_training(config: TrainConfig) -> TrainResult:
     """
     raise_problems(check_tracking(config.tracking))
     accelerator = make_accelerator(config.mixed_precision)
-    setup = make_setup(config)
+    setup = make_setup(config, accelerator.num_processes)
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
     accelerator.wait_for_everyone()
@@ -73,18 +75,9 @@ class Trainer:
     def __init__(self, config: TrainConfig, setup: Setup, accelerator: Accelerator, checkpoint: Path | None) -> None:
         self.config, self.accelerator, self.module = config, accelerator, setup.module
         self.run, self.samples = Path(config.output), setup.samples
-        self.plan = BatchPlan(
-            seed=config.seed,
-            lengths=self.samples.train.lengths,
-            max_length=config.max_length,
-            batch_size=config.batch_size,
-            accumulate=config.accumulate,
-            world_size=accelerator.num_processes,
-            pack=config.pack,
-        )
-        self.steps_per_epoch = self.plan.steps_per_epoch
-        planned = config.epochs * self.steps_per_epoch
-        self.total_steps = min(planned, config.max_steps or planned)
+        self.feed = self.samples.train.feed(config, accelerator.num_processes)
+        self.epoch_ends = list(accumulate(self.feed.epoch_steps))
+        self.total_steps = min(self.epoch_ends[-1], config.max_steps or self.epoch_ends[-1])
         optimizer = make_optimizer(self.module.model, config.optim, fused=accelerator.device.type == "cuda")
         self.model, self.optimizer = accelerator.prepare(self.module, optimizer)
         lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
@@ -93,43 +86,48 @@ class Trainer:
             self.state = TrainState(0, 0, accelerator.num_processes, self.samples.digest)
         else:
             self.state = self._load(checkpoint)
-        self.tracker = self._open_run(setup, checkpoint is not None) if accelerator.is_main_process else None
+        self.setup, self.resumed = setup, checkpoint is not None
+        self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
+        self.tracker: Tracker | None = None
         self.since_line = Interval()
 
     def train(self) -> TrainResult:
         """Runs the steps that are left."""
-        tokens_left = sum(self._tokens(window) for windows in self._epochs_left() for window in windows)
+        step, is_main = self.state.step, self.accelerator.is_main_process
+        with self.feed.opened(step, self.total_steps, str(self.origin["run_id"]), is_main):
+            self.tracker = self._open_run() if is_main else None
+            if step < self.total_steps:
+                self._train()
+        if self.tracker is not None:
+            self.tracker.close()
+            if step < self.total_steps and (note := self.feed.note(*self.since_line.in_all())):
+                print(note, file=sys.stderr)
+        self.accelerator.wait_for_everyone()
+        return read_result(self.run, self.state, self.accelerator.is_main_process)
+
+    def _train(self) -> None:
+        tokens_left = sum(self.feed.tokens(window) for windows in self._epochs_left() for window in windows)
         if self.state.step == 0:
             self._evaluate()
         self.since_line.begin()
         with progress("train", tokens_left, "tokens") as advance:
             for windows in self._epochs_left():
-                with closing(self._load_windows(windows)) as loaded:
+                with closing(self.feed.load(windows, self.accelerator.process_index)) as loaded:
                     for window in windows:
                         with self.since_line.waiting():
                             batches = next(loaded)
                         note = self._step(window, batches)
-                        advance(self._tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
+                        advance(self.feed.tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
                         self._evaluate_and_save()
                         self.since_line.begin()
-        if self.tracker is not None:
-            self.tracker.close()
-            if note := self.since_line.note():
-                print(note, file=sys.stderr)
-        self.accelerator.wait_for_everyone()
-        return read_result(self.run, self.state, self.accelerator.is_main_process)
 
     def _epochs_left(self) -> Iterator[list[Window]]:
         step = self.state.step
-        while step < self.total_steps:
-            epoch, done = divmod(step, self.steps_per_epoch)
-            windows = self.plan.epoch(epoch)[done : done + self.total_steps - step]
-            yield windows
-            step += len(windows)
-
-    def _load_windows(self, windows: list[Window]) -> Generator[list[DraftBatch], None, None]:
-        train, rank = self.samples.train, self.accelerator.process_index
-        return load_windows(train.reader, windows, train.indices, train.max_length, rank)
+        for epoch, end in enumerate(self.epoch_ends):
+            if step < min(end, self.total_steps):
+                begin = end - self.feed.epoch_steps[epoch]
+                yield self.feed.epoch(epoch)[step - begin : self.total_steps - begin]
+                step = end
 
     def _step(self, window: Window, batches: list[DraftBatch]) -> str:
         """Trains on one window and logs it; returns a note for the progress bar."""
@@ -138,11 +136,11 @@ class Trainer:
         totals = accumulate_window(self.model, self.module, batches, self.head, self.accelerator)
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
-        self.since_line.end(self._tokens(window))
+        self.since_line.end(self.feed.tokens(window))
         self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
-        epoch = (step - 1) // self.steps_per_epoch
+        epoch = bisect_left(self.epoch_ends, step)
         if skipped:
-            self._log("skip", epoch=epoch, samples=self._ids(window))
+            self._log("skip", epoch=epoch, samples=self.feed.ids(window))
             return "skipped"
         loss = totals.loss(self.config.ttt.decay)
         if step == 1 or step == self.total_steps or step % self.config.tracking.log_every == 0:
@@ -165,17 +163,22 @@ class Trainer:
     def _check_finite(self, what: str, value: float, window: Window, step: int) -> None:
         if math.isfinite(value):
             return
-        message = f"the {what} of step {step} is {value}; its samples are {', '.join(self._ids(window))}"
+        message = f"the {what} of step {step} is {value}; its samples are {', '.join(self.feed.ids(window))}"
         fix = "look at these samples; if they are sound, lower optim.learning_rate"
         raise problem_error(str(self.run), "train.not_finite", message, fix)
 
     def _evaluate_and_save(self) -> None:
         step, last = self.state.step, self.state.step == self.total_steps
         improved = False
-        if last or step % (self.config.eval_every or self.steps_per_epoch) == 0:
+        if last or self._is_due(step, self.config.eval_every):
             improved = self._evaluate()
-        if last or improved or step % (self.config.save_every or self.steps_per_epoch) == 0:
+        if last or improved or self._is_due(step, self.config.save_every) or self.feed.must_save(step):
             self._save()
+            self.feed.saved(step, last, self.accelerator.is_main_process)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        """Whether it is time for what happens every so many steps; by default at the end of an epoch."""
+        return step % every == 0 if every else step in self.epoch_ends
 
     def _evaluate(self) -> bool:
         """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
@@ -206,13 +209,13 @@ class Trainer:
         load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer)
         return checkpoint.state
 
-    def _open_run(self, setup: Setup, resumed: bool) -> Tracker:
+    def _open_run(self) -> Tracker:
         """Writes the run's files and opens its log."""
-        origin = read_origin(self.run) if resumed else {"run_id": uuid.uuid4().hex}
+        origin = self.origin
         start = {**provenance(), "step": self.state.step, "engine": describe(self.accelerator)[0]}
-        write_run_files(self.run, self.config, setup, {**origin, "starts": [*origin.get("starts", []), start]})
+        write_run_files(self.run, self.config, self.setup, {**origin, "starts": [*origin.get("starts", []), start]})
         self._point_at_best()
-        resumed_step = self.state.step if resumed else None
+        resumed_step = self.state.step if self.resumed else None
         return Tracker(self.run, self.config.tracking, origin["run_id"], resumed_step)
 
     def _point_at_best(self) -> None:
@@ -222,15 +225,6 @@ class Trainer:
     def _log(self, kind: str, **values: object) -> None:
         if self.tracker is not None:
             self.tracker.log(kind, self.state.step, **values)
-
-    def _ids(self, window: Window) -> list[str]:
-        return self.samples.train.ids(list(_places(window)))
-
-    def _tokens(self, window: Window) -> int:
-        return sum(self.plan.lengths[place] for place in _places(window))
-
-
-_MOST_WAITING = 0.02
 
 
 class Interval:
@@ -248,15 +242,9 @@ class Interval:
         yield
         self.waited += time.monotonic() - begin
 
-    def note(self) -> str:
-        """What to say of the waiting at the end, in words; empty if it is below 2% or took no second."""
-        share = self._all_waited / self._all_seconds if self._all_seconds else 0.0
-        if share < _MOST_WAITING or self._all_waited < 1:
-            return ""
-        return (
-            f"note: training waited for data {share:.0%} of its time ({self._all_waited:.0f} s): the store's disk "
-            f"gives less than training takes; benchmarks/store.py measures it, see docs/training.md"
-        )
+    def in_all(self) -> tuple[float, float]:
+        """(share of the training time, seconds) spent waiting, over all intervals that were taken."""
+        return self._all_waited / self._all_seconds if self._all_seconds else 0.0, self._all_waited
 
     def begin(self) -> None:
         self._started = time.monotonic()
@@ -273,8 +261,3 @@ class Interval:
         self._all_waited += self.waited
         self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
         return values
-
-
-def _places(window: Window) -> Iterator[int]:
-    """Sample places of all ranks in a window."""
-    return (place for micro_batch in window for rows in micro_batch for row in rows for place in row)

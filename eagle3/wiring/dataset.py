@@ -12,17 +12,18 @@ from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import read_header
 
 MANIFEST_FILE = "manifest.json"
+RING_FILE = "ring.json"
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 _EXTRACT = "extract again with `eagle3 extract`"
 
 
 def dataset_contract(folder: Path) -> WiringContract:
-    """The contract in a hidden-state store's manifest.
+    """The contract in the manifest of a hidden-state store, or in the plan of a ring.
 
     Raises:
         ProblemsError: kinds `file.*`, `dataset.manifest`, `contract.*`, `layers.*`.
     """
-    path = folder / MANIFEST_FILE
+    path = _manifest_path(folder)
     manifest = _manifest(folder)
     if "contract" not in manifest:
         message = "has no contract: it is not the manifest of a hidden-state store"
@@ -38,7 +39,7 @@ def dataset_target_config(folder: Path) -> dict[str, Any] | None:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """The manifest; of one that has a seal, only as it was written."""
-    return read_sealed_object(folder / MANIFEST_FILE, "the manifest of a hidden-state store")
+    return read_sealed_object(_manifest_path(folder), "the manifest of a hidden-state store")
 
 
 def check_dataset(path: str | Path, expected: WiringContract | None = None) -> list[Problem]:
@@ -46,10 +47,10 @@ def check_dataset(path: str | Path, expected: WiringContract | None = None) -> l
 
     It reads headers, and the few rows that the fingerprint is made of. Sizes, checksums and samples are checked by
     `eagle3.data`, and that the states are what the contract says by extraction and by `eagle3 wiring probe`, against
-    the model itself.
+    the model itself. Of a ring, whose shards come and go, the contract alone is checked.
 
     Args:
-        path: folder with manifest.json.
+        path: folder with manifest.json or ring.json.
         expected: a contract that the store's must equal.
 
     Returns:
@@ -61,11 +62,18 @@ def check_dataset(path: str | Path, expected: WiringContract | None = None) -> l
     except ProblemsError as error:
         return list(error.problems)
     problems = contract.compare(expected, "dataset", "expected contract") if expected is not None else []
+    if _manifest_path(folder).name == RING_FILE:
+        return problems
     manifest = _manifest(folder)
     shards = manifest.get("shards")
     for shard in shards if isinstance(shards, list) else [None]:
         problems += _shard_problems(folder, shard, contract)
     return problems or check_stored_fingerprint(folder, manifest, contract)
+
+
+def _manifest_path(folder: Path) -> Path:
+    manifest, ring = folder / MANIFEST_FILE, folder / RING_FILE
+    return ring if not manifest.exists() and ring.exists() else manifest
 
 
 def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> list[Problem]:

@@ -52,3 +52,16 @@ def test_every_kind_of_an_import_is_documented_and_no_other() -> None:
 
 
 FAULTS = {"shape", "width", "length", "too_long", "dtype", "vocabulary", "not_text", "loss_mask", "non_finite"}
+
+
+def test_every_kind_of_a_ring_is_documented_and_no_other() -> None:
+    section = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8").split("\n## Rings\n")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`(ring\.[a-z_]+)`", section))
+    code = set()
+    for path in ROOT.glob("eagle3/*/*ring*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Problem", "problem_error"):
+                kind = node.args[1]
+                code |= {kind.value} if isinstance(kind, ast.Constant) else set()
+    found = {kind for kind in code if kind.startswith("ring.")}
+    assert len(found) > 15 and found == documented - {"ring.wait_seconds"}

@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
 
 
 def train(config: TrainConfig, accelerator: Accelerator) -> str:
-    setup = make_setup(config)
+    setup = make_setup(config, accelerator.num_processes)
     checkpoint = find_resume_point(Path(config.output), config, setup, accelerator.num_processes)
     accelerator.wait_for_everyone()
     trainer = Trainer(config, setup, accelerator, checkpoint)

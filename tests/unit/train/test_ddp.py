@@ -16,11 +16,14 @@ from eagle3.files import read_json
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
+from tests.children import in_a_child
+from tests.rings import ring_config, ring_plan, ring_samples, write_ring
 from tests.stores import Span, train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
 MIXED: list[tuple[int, Span]] = [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (2, 5)), (9, (2, 9))]
 NO_TERM = (8, (7, 8))
+RING_SAMPLES = ring_samples()
 CONSTANT = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0}
 CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, object]]] = {
     # samples; settings of both runs; settings of the single process besides
@@ -60,10 +63,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{case}.yaml").write_text(dump_config(config_for(folder, case, "two", values)))
     write_random_store(folder / "stores" / "not_finite", [(8, (2, 8))] * 4, change=overflowing)
     (folder / "not_finite.yaml").write_text(dump_config(config_for(folder, "not_finite", "two", {})))
+    ring = folder / "rings" / "two"
+    (folder / "ring.yaml").write_text(dump_config(ring_config(ring, folder / "two" / "ring", batch_size=1)))
+    writer = in_a_child(lambda: write_ring(ring, ring_plan(RING_SAMPLES), RING_SAMPLES))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = str(Path(__file__).with_name("ddp_worker.py"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, worker, str(folder)], check=True, cwd=ROOT, env=environment, timeout=200)
+    assert os.waitpid(writer, 0)[1] == 0
     return folder
 
 
@@ -98,6 +105,18 @@ def test_fault_17_ranks_end_with_bit_equal_finite_weights(folder: Path, case: st
     assert digests[0] == digests[1]
     weights = load_file(list_checkpoints(folder / "two" / case)[-1] / "draft.safetensors")
     assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_two_ranks_consume_a_ring_as_one_process_does(folder: Path) -> None:
+    digests = read_json(folder / "outcomes.json", "outcomes")["ring"]
+    assert digests[0] == digests[1] and len(digests[0]) == 64, digests[0]
+    plan, ring = ring_plan(RING_SAMPLES), folder / "rings" / "one"
+    writer = in_a_child(lambda: write_ring(ring, plan, RING_SAMPLES))
+    run_training(ring_config(ring, folder / "one" / "ring"))
+    assert os.waitpid(writer, 0)[1] == 0
+    two, one = (read_log(folder / run / "ring" / "log.jsonl") for run in ("two", "one"))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], abs=1e-5)
+    assert len(two) == 14 and not list((folder / "rings" / "two").glob("shard-*"))
 
 
 def test_fault_16_loss_is_normalised_by_global_tokens(folder: Path) -> None:

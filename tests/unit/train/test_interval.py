@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from eagle3.data.loader import BatchPlan
 from eagle3.train import trainer
+from eagle3.train.feed import StoreFeed
 from eagle3.train.trainer import Interval
 
 
@@ -40,9 +42,10 @@ def test_waiting_is_a_share_of_the_time(clock: Clock) -> None:
 
 
 def test_waiting_is_said_in_words_where_it_matters(clock: Clock) -> None:
+    feed = StoreFeed(None, [], BatchPlan(seed=0, lengths=[4], max_length=4), 1)  # type: ignore[arg-type]
     slow, fast, short = run(clock, 1, 4), run(clock, 1, 99), run(clock, 0.2, 0.2)
     for interval in (slow, fast, short):
         interval.take()
 
-    assert "waited for data 20% of its time (2 s)" in slow.note()
-    assert fast.note() == short.note() == ""
+    assert "waited for data 20% of its time (2 s)" in feed.note(*slow.in_all())
+    assert feed.note(*fast.in_all()) == feed.note(*short.in_all()) == ""

@@ -1,0 +1,148 @@
+"""Where a run's windows come from: a store that lies there, or a ring that is filled while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from eagle3.data.loader import BatchPlan, Window, load_windows
+from eagle3.data.store import StoreReader
+from eagle3.draft.batch import DraftBatch
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_file import Fingerprint
+
+_MOST_WAITING = 0.02
+
+
+class Dataset(Protocol):
+    """What a store and a ring have in common."""
+
+    @property
+    def contract(self) -> WiringContract:
+        """What the states are."""
+        ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the samples depend on."""
+        ...
+
+    @property
+    def target_config(self) -> dict[str, Any]:
+        """The target's text config."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """A few numbers of the states."""
+        ...
+
+    def target_head(self) -> dict[str, torch.Tensor]:
+        """See `StoreReader.target_head`."""
+        ...
+
+
+class Feed(Protocol):
+    """The windows of a run, in order, and their batches."""
+
+    @property
+    def epoch_steps(self) -> Sequence[int]:
+        """Windows of each epoch."""
+        ...
+
+    def epoch(self, number: int) -> list[Window]:
+        """All windows of an epoch, from 0."""
+        ...
+
+    def load(self, windows: Sequence[Window], rank: int) -> Generator[list[DraftBatch], None, None]:
+        """This rank's micro-batches, a list for each window."""
+        ...
+
+    def tokens(self, window: Window) -> int:
+        """Tokens of all ranks."""
+        ...
+
+    def ids(self, window: Window) -> list[str]:
+        """Sample ids of all ranks."""
+        ...
+
+    def opened(self, step: int, last: int, run_id: str, is_main: bool) -> AbstractContextManager[None]:
+        """What encloses the training of the windows after `step` steps up to step `last`, on every rank.
+
+        Args:
+            run_id: the same whenever the run is started again from a checkpoint.
+        """
+        ...
+
+    def must_save(self, step: int) -> bool:
+        """Whether a checkpoint is needed after `step` steps, so that there is room for what follows."""
+        ...
+
+    def saved(self, step: int, last: bool, is_main: bool) -> None:
+        """There is a checkpoint of `step` steps: every rank has done them, and none is taken again."""
+        ...
+
+    def note(self, share: float, seconds: float) -> str:
+        """What to say of the waiting for data at a run's end, in words, or nothing.
+
+        Args:
+            share: of the training time.
+            seconds: in all.
+        """
+        ...
+
+
+class StoreFeed:
+    """Windows of a store; see `Feed`.
+
+    Args:
+        reader: the store.
+        indices: the plan's sample i is sample `indices[i]` of the store.
+        plan: order and division of the samples.
+        epochs: passes over them.
+    """
+
+    def __init__(self, reader: StoreReader, indices: Sequence[int], plan: BatchPlan, epochs: int) -> None:
+        self._reader, self._indices, self._plan = reader, indices, plan
+        self._epochs = epochs
+
+    @property
+    def epoch_steps(self) -> list[int]:
+        return [self._plan.steps_per_epoch] * self._epochs
+
+    def epoch(self, number: int) -> list[Window]:
+        return self._plan.epoch(number)
+
+    def load(self, windows: Sequence[Window], rank: int) -> Generator[list[DraftBatch], None, None]:
+        return load_windows(self._reader, windows, self._indices, self._plan.max_length, rank)
+
+    def tokens(self, window: Window) -> int:
+        return sum(self._plan.lengths[place] for place in places_of(window))
+
+    def ids(self, window: Window) -> list[str]:
+        return [self._reader.samples[self._indices[place]].id for place in places_of(window)]
+
+    def opened(self, step: int, last: int, run_id: str, is_main: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def must_save(self, step: int) -> bool:
+        return False
+
+    def saved(self, step: int, last: bool, is_main: bool) -> None:
+        pass
+
+    def note(self, share: float, seconds: float) -> str:
+        if share < _MOST_WAITING or seconds < 1:
+            return ""
+        return (
+            f"note: training waited for data {share:.0%} of its time ({seconds:.0f} s): the store's disk "
+            f"gives less than training takes; benchmarks/store.py measures it, see docs/training.md"
+        )
+
+
+def places_of(window: Window) -> list[int]:
+    """Sample places of all ranks in a window."""
+    return [place for micro_batch in window for rows in micro_batch for row in rows for place in row]
