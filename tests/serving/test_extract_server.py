@@ -70,8 +70,8 @@ def largest_errors(one: Path, other: Path) -> list[float]:
     for index in range(len(mine)):
         a, b = mine.read(index), theirs.read(index)
         assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.loss_mask, b.loss_mask)
-        states = [torch.cat([item.aux_hidden_states, item.last_hidden_states], dim=-1).float() for item in (a, b)]
-        slots = zip(*(item.split(hidden, dim=-1) for item in states), strict=True)
+        states = [[*item.aux_hidden_states.split(hidden, dim=-1), item.last_hidden_states] for item in (a, b)]
+        slots = [(x.float(), y.float()) for x, y in zip(*states, strict=True)]
         found.append([float(((x - y).norm(dim=-1) / y.norm(dim=-1)).median()) for x, y in slots])
     return torch.tensor(found).amax(dim=0).tolist()
 
