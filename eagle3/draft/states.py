@@ -37,9 +37,9 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
 
 
 def rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [.., H] as a store of that type gives them back, in float32."""
+    """Rows [.., H] as a store of that type gives them back, in float32; an fp8 store is given bfloat16."""
     if dtype == FP8:
-        return dequantize(*quantize(states), dtype=torch.float32)
+        return dequantize(*quantize(states.bfloat16()), dtype=torch.float32)
     return states.to(dtype).float()
 
 

@@ -36,14 +36,21 @@ def assert_equal(one: StoreReader, other: StoreReader, allowed: float) -> None:
         assert relative(mine.last_hidden_states.float(), theirs.last_hidden_states.float()) <= allowed
 
 
-@pytest.mark.parametrize("last", ["post_norm", "pre_norm"])
-def test_both_engines_give_the_same_store_of_the_tiny_kimi(tmp_path: Path, last: str) -> None:
+@pytest.mark.parametrize(
+    ("last", "dtype", "allowed"),
+    [("post_norm", "float32", 1e-5), ("pre_norm", "float32", 1e-5), ("post_norm", "float8_e4m3fn", 1e-3)],
+)
+def test_both_engines_give_the_same_store_of_the_tiny_kimi(
+    tmp_path: Path, last: str, dtype: str, allowed: float
+) -> None:
     target = make_tiny_kimi(tmp_path / "target")
-    sizes = {"chunk_tokens": 300, "micro_tokens": 64}
-    whole = extract(target, tmp_path / "whole", "transformers", last_hidden_states=last)
-    layers = extract(target, tmp_path / "layers", "streamed", last_hidden_states=last, stream=sizes)
+    values: dict[str, Any] = {"last_hidden_states": last, "store_dtype": dtype}
+    whole = extract(target, tmp_path / "whole", "transformers", **values)
+    layers = extract(
+        target, tmp_path / "layers", "streamed", **values, stream={"chunk_tokens": 300, "micro_tokens": 64}
+    )
 
-    assert_equal(whole, layers, 1e-5)
+    assert_equal(whole, layers, allowed)
     for store, engine in (("whole", "streamed"), ("layers", "transformers")):
         assert probe_dataset(tmp_path / store, str(target), engine=engine, device="cpu").problems == []
 

@@ -42,7 +42,14 @@ def test_the_states_are_the_same_in_either_type_and_stay_when_stored_again(dtype
     found = dequantize(values, scales, dtype)
     assert torch.equal(found.float(), values.float() * scales[:, None])
     assert torch.equal(dequantize(*quantize(found), dtype=dtype), found)
-    assert torch.equal(rounded(rows(), FP8), found.float())
+    assert torch.equal(rounded(found, FP8), found.float())
+
+
+def test_states_are_rounded_as_a_store_rounds_them_by_way_of_bfloat16() -> None:
+    states = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    stored = dequantize(*quantize(states.bfloat16()))
+    assert torch.equal(rounded(states, FP8), stored.float())
+    assert not torch.equal(dequantize(*quantize(states)), stored), "rounding twice is another thing"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.4e38])
