@@ -40,11 +40,14 @@ class TrainResult:
     def render(self) -> str:
         """The same as text for people."""
         accuracy = ", ".join(f"{value:.1%}" for value in self.step_accuracy)
+        lengths = f", before and after: {self.acceptance_length_before:.3f}, {self.acceptance_length:.3f}"
+        if math.isnan(self.acceptance_length):
+            lengths = ": not measured, nothing was held out or no answer is longer than one token"
         lines = [
             f"{self.steps} steps ({self.skipped} skipped: no loss term in them)",
             f"loss, first and last: {self.first_loss:.4f}, {self.last_loss:.4f}",
             f"step accuracy: {accuracy}",
-            f"acceptance length, before and after: {self.acceptance_length_before:.3f}, {self.acceptance_length:.3f}",
+            f"acceptance length{lengths}",
             f"best checkpoint: {self.best_checkpoint}",
         ]
         return "\n".join(lines)

@@ -31,6 +31,7 @@ def test_the_drafter_learns_and_the_run_says_so(tmp_path: Path) -> None:
     records = log(tmp_path / "run")
     assert load_fingerprint(tmp_path / "run")[0] == load_fingerprint(store)[0]
     assert result.steps == len(records) == 80
+    assert "acceptance length: not measured" in result.render()
     assert records[0]["step_accuracy"][0] < 0.3
     assert records[-1]["step_accuracy"][0] > 0.8
     assert (result.first_loss, result.last_loss) == (records[0]["loss"], records[-1]["loss"])
