@@ -13,7 +13,7 @@ import torch
 
 from eagle3.data.store_format import METADATA_KEY, SampleInfo, shard_metadata
 from eagle3.data.store_layout import StoreLayout
-from eagle3.draft.states import quantize
+from eagle3.draft.states import can_hold, quantize
 from eagle3.wiring.contract import WiringContract
 
 
@@ -101,6 +101,8 @@ def sample_faults(sample: StoredSample, layout: StoreLayout) -> list[tuple[str, 
             faults.append(("sample_shape", message))
         elif not torch.isfinite(tensor).all():
             faults.append(("non_finite", f"has NaN or infinity in its {name}"))
+        elif layout.scaled and name != "loss_mask" and not can_hold(tensor, layout.dtype):
+            faults.append(("non_finite", f"has values in its {name} that are too large for {contract.dtype}"))
     return faults
 
 

@@ -43,6 +43,13 @@ def rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype).float()
 
 
+def can_hold(states: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a store of that type gives finite numbers for all of these."""
+    if dtype == FP8:
+        return bool((states.bfloat16().abs() < _TOO_LARGE).all())
+    return bool(torch.isfinite(states.to(dtype)).all())
+
+
 def are_scales(scales: torch.Tensor) -> bool:
     """Whether all are powers of two, as `quantize` makes them."""
     mantissa, _ = torch.frexp(scales)

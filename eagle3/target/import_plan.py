@@ -132,7 +132,7 @@ def make_import_plan(cfg: ImportConfig) -> ImportPlan:
     said = f"{len(dump.names):,} files of {dump.format.maker}: {layers}, {cfg.last_hidden_states} last hidden states"
     print(f"{cfg.source}: {said}", file=sys.stderr)
     known = set() if begun is None else _begun_samples(begun, contract, output)
-    store_dtype = StoreLayout(contract).value_dtype if cfg.store_dtype else None
+    store_dtype = StoreLayout(contract).dtype if cfg.store_dtype else None
     scan = _usable(cfg, dump, masks, expected, known, store_dtype)
     contract = replace(contract, dtype=_dtype(cfg, scan))
     settings = {

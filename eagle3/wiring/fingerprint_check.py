@@ -153,7 +153,7 @@ def _bfloat16(part: bytes) -> float:
 
 def _float8(part: bytes) -> float:
     """e4m3 without infinities: bias 7, 0x7F and 0xFF are NaN (arXiv 2209.05433)."""
-    (bits,) = part
+    (bits,) = struct.unpack("B", part)
     exponent, mantissa = bits >> 3 & 15, bits & 7
     if bits & 0x7F == 0x7F:
         return math.nan

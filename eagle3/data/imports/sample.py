@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle3.draft.states import can_hold
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_TOKENS = 1024
 Fault = tuple[str, str, str]
@@ -71,7 +73,7 @@ def state_fault(raw: RawSample, dtype: torch.dtype) -> Fault | None:
         for rows in states.split(_CHUNK_TOKENS):
             if not torch.isfinite(rows).all():
                 return "non_finite", f"its {name} hidden states hold NaN or infinity", _MAKE
-            if rows.dtype != dtype and not torch.isfinite(rows.to(dtype)).all():
+            if rows.dtype != dtype and not can_hold(rows, dtype):
                 message = f"its {name} hidden states hold {rows.dtype} values that {dtype} cannot"
                 return "non_finite", message, "choose a store_dtype of a wider range"
     return None

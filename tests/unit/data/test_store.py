@@ -156,6 +156,26 @@ def test_non_finite_states_are_refused_by_name(tmp_path: Path, name: str, value:
         store.write_shard([wrong])
 
 
+@pytest.mark.parametrize("name", ["aux_hidden_states", "last_hidden_states"])
+def test_states_that_eight_bits_cannot_hold_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    wrong = sample("wrong")
+    getattr(wrong, name)[3, 2] = 3.3e38  # finite in bfloat16
+    made = writer(tmp_path / "store", contract=contract(dtype="float8_e4m3fn"))
+    with made as store, pytest.raises(ProblemsError, match=f"'wrong'.*{name}.*too large for float8_e4m3fn"):
+        store.write_shard([wrong])
+
+
+def test_a_flip_in_the_mask_of_an_fp8_store_is_named(tmp_path: Path) -> None:
+    """The fingerprint's last row is then looked for behind the end of the file."""
+    folder = tmp_path / "store"
+    with writer(folder, contract=contract(dtype="float8_e4m3fn")) as store:
+        store.write_shard([sample("a")])
+    path = folder / "shard-00000.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-3] + b"\1" + raw[-2:])
+    assert "store.loss_mask" in {problem.kind for problem in verify(folder, deep=True)}
+
+
 def test_a_sample_is_refused_twice_in_one_shard_and_in_the_store(tmp_path: Path) -> None:
     with writer(tmp_path / "store") as store:
         store.write_shard([sample("a")])

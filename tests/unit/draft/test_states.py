@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle3.draft.states import FP8, are_scales, dequantize, has_nan, quantize, rounded
+from eagle3.draft.states import FP8, are_scales, can_hold, dequantize, has_nan, quantize, rounded
 
 
 def rows() -> torch.Tensor:
@@ -64,3 +64,10 @@ def test_what_is_not_finite_is_seen_in_scale_and_values(value: float) -> None:
 @pytest.mark.parametrize("scale", [0.0, 3.0, -2.0, float("inf")])
 def test_other_numbers_are_no_scales(scale: float) -> None:
     assert are_scales(torch.tensor([1.0, 2**-126])) and not are_scales(torch.tensor([1.0, scale]))
+
+
+@pytest.mark.parametrize("value", [3.2e38, 3.31e38, 3.4e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
+def test_a_type_holds_what_comes_back_finite(dtype: torch.dtype, value: float) -> None:
+    states = torch.tensor([[1.0, -value]])
+    assert can_hold(states, dtype) == bool(torch.isfinite(rounded(states, dtype)).all())
