@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from eagle3.data.store_build import BuildReport, Source, build_store, check_room
+from eagle3.data.store_build import BuildReport, Piece, Source, build_store, check_room
 from eagle3.data.store_format import SAMPLE_COUNT
 from eagle3.data.store_merge import DATA_SETTING
-from eagle3.errors import problem_error
+from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
 from eagle3.provenance import provenance
 
@@ -70,6 +70,7 @@ def _split(
 ) -> list[BuildReport]:
     """A part's `conversations` is a digest over the store's and the part's ids: no extraction fills it up again."""
     pieces = [source.pieces([at == part for at in part_of]) for part in range(parts)]
+    raise_problems(_without_fingerprint(source, out, pieces), f"cannot split {source.folder}")
     check_room(out, pieces, link)
     reports = []
     for part, mine in enumerate(pieces):
@@ -81,6 +82,20 @@ def _split(
             settings[SAMPLE_COUNT] = len(ids)
         reports.append(build_store(out / f"part-{part:05d}", mine, settings, {**provenance(), "split": told}, link))
     return reports
+
+
+def _without_fingerprint(source: Source, out: Path, pieces: Sequence[Sequence[Piece]]) -> Iterator[Problem]:
+    """Parts whose first shard would have no last hidden states to make a fingerprint of."""
+    known = source.manifest.fingerprint
+    if source.manifest.layout.last_rows == "all":
+        return
+    for part, mine in enumerate(pieces):
+        samples = mine[0].samples
+        if any(sample.supervised or (known is not None and sample.id == known.sample) for sample in samples):
+            continue
+        message = f"no sample of its first shard would have a supervised token (samples {samples[0].id} ...)"
+        fix = "take other parts, another fraction or seed, or a store with last_hidden_rows=all"
+        yield Problem(str(out / f"part-{part:05d}"), "fingerprint.nothing_supervised", message, fix)
 
 
 def _runs(sizes: Sequence[int], parts: int) -> list[range]:

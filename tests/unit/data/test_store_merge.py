@@ -6,10 +6,12 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eagle3.cli import main
 from eagle3.data import store_build
@@ -350,3 +352,13 @@ def test_the_command(
             main(["data", "merge", str(tmp_path / "joined"), *parts, "--allow-different-data", "--link"])
         assert not stop.value.code and "5 samples" in capsys.readouterr().out
         assert samples(tmp_path / "joined").keys() == set("abcde")
+
+
+def test_a_part_that_could_have_no_fingerprint_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with writer(tmp_path / "store") as store:
+        store.write_shard([sample("a")])
+        store.write_shard([replace(sample("b"), loss_mask=torch.zeros(5, dtype=torch.bool))])
+    with pytest.raises(ProblemsError, match=r"part-00001.*\n?.*samples b") as error:
+        split_parts(tmp_path / "store", tmp_path / "parts", 2)
+    assert [problem.kind for problem in error.value.problems] == ["fingerprint.nothing_supervised"]
+    assert not (tmp_path / "parts").exists()
