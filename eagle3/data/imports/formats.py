@@ -14,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle3.data.imports.sample import RawSample, unbatched
-from eagle3.data.imports.torch_file import load_tensors
+from eagle3.data.imports.torch_file import load_tensors, opened
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import readable
 from eagle3.wiring.safetensors_header import read_header
 
 _SCALES = "hidden_states_scales"
@@ -103,7 +102,7 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
     """
     read_header(path)
     try:
-        with readable(path), safe_open(path, "pt") as file:
+        with opened(path), safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except SafetensorError as error:
         raise problem_error(str(path), "import.damaged", f"cannot be read: {error}", _SEE) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,25 @@ _SAFE = (
 )
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[None]:
+    """Makes a file that cannot be read, or is not there any more, a problem of this file."""
+    try:
+        with readable(path):
+            yield
+    except (FileNotFoundError, NotADirectoryError):
+        message = "is gone, or a link that leads nowhere"
+        raise problem_error(str(path), "file.missing", message, "restore it, or take it out of the dump") from None
+
+
 def load_tensors(path: Path) -> dict[str, Any]:
     """The dict that a file holds, its tensors mapped from disk (from memory, if the name ends in `.gz`).
 
     Raises:
         ProblemsError: kinds `import.pickle` (it would run code), `import.damaged`, `import.format` (no dict),
-            `file.unreadable`.
+            `file.unreadable`, `file.missing`.
     """
-    with readable(path), open(path, "rb") as file:
+    with opened(path), open(path, "rb") as file:
         packed = file.read() if path.suffix == ".gz" else None
         start = file.read(len(_LFS_POINTER))
     try:

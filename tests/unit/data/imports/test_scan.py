@@ -118,3 +118,21 @@ def test_states_of_known_samples_are_not_read_again(tmp_path: Path) -> None:
 
     assert scan_dump(dump, masks, EXPECTED, is_known=lambda name: name == "conversation-0.pt").left_out == {}
     assert scan_dump(dump, masks, EXPECTED, is_known=lambda name: False).left_out == {"import.non_finite": 1}
+
+
+def test_links_that_lead_nowhere_are_named_with_all_other_bad_files(tmp_path: Path) -> None:
+    write_modelopt(tmp_path, [GOOD])
+    [good] = tmp_path.iterdir()
+    good.rename(tmp_path / "good.pt")
+    (tmp_path / "a_link.pt").symlink_to(tmp_path / "nowhere.pt")
+    (tmp_path / "loop.pt").symlink_to(tmp_path / "loop.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:700])
+    found = scan(tmp_path)
+    assert [(Path(problem.where).name, problem.kind) for problem in found.problems] == [
+        ("a_link.pt", "file.missing"),
+        ("cut.pt", "import.damaged"),
+        ("empty.pt", "import.damaged"),
+        ("loop.pt", "file.unreadable"),
+    ]
+    assert [item.name for item in found.found] == ["good.pt"]
