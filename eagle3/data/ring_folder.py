@@ -32,7 +32,14 @@ from eagle3.data.store_folder import layout_differences, plain_json, same_head, 
 from eagle3.data.store_format import MANIFEST_FILE, TARGET_HEAD_FILE, FileInfo, shard_files, shard_name
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, read_json_object, write_atomic, write_json_atomic
+from eagle3.files import (
+    TEMPORARY_SUFFIX,
+    explained_os_errors,
+    read_json_object,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
 from eagle3.wiring.fingerprint_file import FINGERPRINT_FILE
 
 _OWN = {
@@ -98,7 +105,7 @@ def check_ring_resume(folder: Path, plan: RingPlan, head: Mapping[str, torch.Ten
     elif not same_head(folder, head):
         raise _other_target(folder)
     path = folder / COUNTS_FILE
-    if not path.is_file() or path.stat().st_size != ring.supervised_counts.bytes:
+    if not path.is_file() or sha256_file(path) != ring.supervised_counts.sha256:
         _same_file(folder, write_counts(folder, counts), ring.supervised_counts)
     return ring
 
@@ -196,8 +203,11 @@ class ReaderState:
     run: str = ""
 
 
-def read_reader(folder: Path) -> ReaderState:
+def read_reader(folder: Path, shards: int) -> ReaderState:
     """What the trainer said last; nothing is released before any came.
+
+    Args:
+        shards: of the ring.
 
     Raises:
         ProblemsError: kind `ring.reader`, the file is damaged.
@@ -207,8 +217,8 @@ def read_reader(folder: Path) -> ReaderState:
         return ReaderState()
     value = read_json_object(path, "what the trainer says")
     types = {"released": int, "finished": bool, "run": str}
-    if {key: type(item) for key, item in value.items()} != types or value["released"] < 0:
-        message = f"holds {value}, expected {', '.join(types)}"
+    if {key: type(item) for key, item in value.items()} != types or not 0 <= value["released"] <= shards:
+        message = f"holds {value}, expected {', '.join(types)}, and 0 to {shards} released shards"
         fix = "delete it: the trainer then begins, or goes on, with the shards that it needs"
         raise problem_error(str(path), "ring.reader", message, fix)
     return ReaderState(**value)

@@ -5,16 +5,17 @@ Nobody compares clocks: a side lives while its file's time of change moves, by t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Self
 
-from eagle3.errors import problem_error
+from eagle3.errors import ProblemsError, problem_error
 from eagle3.files import explained_os_errors, write_json_atomic
 
 QUIET_SECONDS = 30.0
@@ -34,8 +35,8 @@ class Pulse:
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self._path = path
-        self._ended = Event()
-        self._failed: OSError | None = None
+        self._ended, self._lock = Event(), Lock()
+        self._failed: OSError | ProblemsError | None = None
         self._thread = Thread(target=self._beat, name="pulse", daemon=True)
         self.say(values)
 
@@ -48,7 +49,9 @@ class Pulse:
         with explained_os_errors(self._path):
             if self._failed is not None:
                 raise self._failed
-        write_json_atomic(self._path, values)
+        with self._lock:
+            self._values = values
+            self._write()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -58,13 +61,27 @@ class Pulse:
         self._ended.set()
         self._thread.join()
 
+    def _write(self) -> None:
+        write_json_atomic(self._path, self._values)
+        self._said = self._path.read_bytes()
+
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             try:
-                os.utime(self._path)
-            except OSError as error:
+                with self._lock:
+                    self._refresh()
+            except (OSError, ProblemsError) as error:
                 self._failed = error  # raised by the next `say`
                 return
+
+    def _refresh(self) -> None:
+        """Somebody may have deleted the file or put an old copy in its place: the other side must not go by that."""
+        if not self._path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path.parent))
+        if self._path.is_file() and self._path.read_bytes() == self._said:
+            os.utime(self._path)
+        else:
+            self._write()
 
 
 class Watch:

@@ -37,7 +37,7 @@ from eagle3.data.ring_pulse import QUIET_SECONDS, Pulse, Reminder, Watch, only_o
 from eagle3.data.store import StoreReader
 from eagle3.data.store_check import check_shard, check_target_head
 from eagle3.data.store_format import MANIFEST_FILE, ShardInfo, shard_name
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import read_json_object, sha256_file
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.fingerprint_file import FINGERPRINT_FILE, Fingerprint
@@ -65,7 +65,7 @@ class RingReader:
         self._state = ReaderState()
         self._wait(lambda: (folder / RING_FILE).exists() or (folder / MANIFEST_FILE).exists(), "a ring", Event())
         self.ring: Ring = load_ring(folder)
-        raise_problems(check_target_head(folder, self.ring.manifest()), f"cannot use the ring in {folder}")
+        raise_problems(self._check_head(), f"cannot use the ring in {folder}")
         self._wait((folder / FINGERPRINT_FILE).exists, "its first shard", Event())
         self.fingerprint = self._read_fingerprint()
         self.contract, self.settings, self.target_config = (
@@ -167,11 +167,20 @@ class RingReader:
 
     def writer_waited(self) -> tuple[float, float] | None:
         """Seconds that the writer has worked since its last start, and of these waited for room; None where unknown."""
-        if not (self.folder / WRITER_FILE).exists():
+        try:
+            state = read_json_object(self.folder / WRITER_FILE, "what the writer says")
+        except ProblemsError:  # only a note needs it, and the training is done
             return None
-        state = read_json_object(self.folder / WRITER_FILE, "what the writer says")
         spent, waited = state.get("seconds"), state.get("waited")
         return (spent, waited) if type(spent) is float and type(waited) is float else None
+
+    def _check_head(self) -> list[Problem]:
+        problems = check_target_head(self.folder, self.ring.manifest())
+        path, listed = self.folder / self.ring.target_head.file, self.ring.target_head.sha256
+        if problems or sha256_file(path) == listed:
+            return problems
+        message, fix = "its checksum is not the ring's", "delete it and restart the writer: it writes the file anew"
+        return [Problem(str(path), "store.checksum", message, fix)]
 
     def _read_fingerprint(self) -> Fingerprint:
         path = self.folder / FINGERPRINT_FILE

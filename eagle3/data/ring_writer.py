@@ -108,7 +108,7 @@ class RingWriter:
         """
         trainer, began, said = Watch(self.folder / READER_FILE), time.monotonic(), Reminder()
         while True:
-            state = read_reader(self.folder)
+            state = read_reader(self.folder, len(self.ring.shards))
             released, self.finished = state.released, state.finished
             numbers = self._lacking(released)
             if self.finished or not numbers or self._has_room(numbers):
@@ -177,7 +177,9 @@ class RingWriter:
     def tokens_left(self) -> int:
         """Tokens of the shards that are yet to be made, as it is now."""
         numbers = [
-            n for n in range(read_reader(self.folder).released, len(self.ring.shards)) if not is_listed(self.folder, n)
+            n
+            for n in range(read_reader(self.folder, len(self.ring.shards)).released, len(self.ring.shards))
+            if not is_listed(self.folder, n)
         ]
         return sum(sample.tokens for number in numbers for sample in self.ring.infos(number))
 
@@ -241,4 +243,4 @@ class RingWriter:
             problems = check_shard(self.folder, self.ring.entry(number, ""), self.ring.layout)
         except FileNotFoundError:  # the trainer has just released it
             return []
-        return problems if number >= read_reader(self.folder).released else []
+        return problems if number >= read_reader(self.folder, len(self.ring.shards)).released else []

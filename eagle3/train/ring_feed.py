@@ -147,7 +147,7 @@ class RingFeed:
                 work.
         """
         self._saved = step
-        first, state = self._windows.first_needed(step), read_reader(self._reader.folder)
+        first, state = self._windows.first_needed(step), read_reader(self._reader.folder, len(self._reader.ring.shards))
         ended = step >= last
         if not ended:
             self._check_released(first, state.released, step)

@@ -129,7 +129,7 @@ def test_both_sides_killed_and_started_again_train_as_if_nothing_had_happened(
     assert "20 steps" in out and "the writer, since its last start, waited for room" in errors
     _, errors = writer.communicate()
     assert writer.returncode == 0, errors
-    assert 0 < most <= 250_000 and read_reader(folder / "ring").finished and not listed_bytes(folder / "ring")
+    assert 0 < most <= 250_000 and read_reader(folder / "ring", 99).finished and not listed_bytes(folder / "ring")
 
     whole = undisturbed(*configs("whole"))
     logs = [

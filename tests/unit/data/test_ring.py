@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from eagle3.data import ring_pulse
 from eagle3.data.ring_folder import ReaderState, check_ring_output, free_shards, is_listed, listed_bytes, read_reader
 from eagle3.data.ring_format import load_ring, shard_bytes
 from eagle3.data.ring_pulse import Pulse, Watch
+from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store_format import SampleInfo
 from eagle3.errors import ProblemsError
@@ -171,10 +176,10 @@ def test_the_furthest_shards_make_room_for_one_that_is_needed_first(ring: Path) 
 
 @pytest.mark.parametrize("text", ['{"released": -1, "finished": false, "run": ""}', '{"released": 1}', "[]"])
 def test_what_a_trainer_cannot_have_said_is_refused(ring: Path, text: str) -> None:
-    assert read_reader(ring) == ReaderState(0, False, "")
+    assert read_reader(ring, 12) == ReaderState(0, False, "")
     (ring / "reader.json").write_text(text)
     with pytest.raises(ProblemsError, match=r"reader\.json"):
-        read_reader(ring)
+        read_reader(ring, 12)
 
 
 def test_a_folder_with_other_things_is_no_place_for_a_ring(tmp_path: Path, ring: Path) -> None:
@@ -207,8 +212,9 @@ def test_a_pulse_whose_folder_is_gone_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("eagle3.data.ring_pulse._BEAT_SECONDS", 0.01)
     (tmp_path / "ring").mkdir()
     with Pulse(tmp_path / "ring" / "writer.json", {}) as pulse:
-        (tmp_path / "ring" / "writer.json").unlink()
+        shutil.rmtree(tmp_path / "ring")
         time.sleep(0.1)
+        assert not (tmp_path / "ring").exists()
         with pytest.raises(ProblemsError):
             pulse.say({})
 
@@ -238,3 +244,64 @@ def test_fault_08_a_full_disk_is_one_error_and_the_writer_goes_on(
     assert not list(tmp_path.glob("*.tmp")) and is_listed(tmp_path, 1) and not is_listed(tmp_path, 2)
     with open_writer(tmp_path, plan, SAMPLES, 0) as writer:
         assert writer.next_unit() == [2]
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def test_an_old_copy_of_what_a_side_says_or_none_does_not_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each side would wait for what the other believes to be done."""
+    monkeypatch.setattr(ring_pulse, "_BEAT_SECONDS", 0.01)
+    path = tmp_path / "reader.json"
+    with Pulse(path, {"released": 0}) as pulse:
+        old = path.read_bytes()
+        pulse.say({"released": 6})
+        for change in (lambda: path.write_bytes(old), path.unlink):
+            change()
+            wait_until(lambda: path.exists() and json.loads(path.read_text()) == {"released": 6})
+        pulse.say({"released": 7})
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_flipped_bit_in_the_targets_head_is_found_before_anything_is_trained(ring: Path) -> None:
+    flip(ring / "target_head.safetensors")
+    with pytest.raises(ProblemsError) as error:
+        RingReader(ring, 1)
+    [problem] = error.value.problems
+    assert problem.kind == "store.checksum" and "delete it and restart the writer" in problem.fix
+    (ring / "target_head.safetensors").unlink()
+    with open_writer(ring, ring_plan(SAMPLES), SAMPLES, 0):
+        pass
+    assert RingReader(ring, 1).target_head()
+
+
+def test_flipped_counts_are_refused_and_the_writer_writes_them_anew(ring: Path) -> None:
+    whole = RingReader(ring, 1).supervised_counts().clone()
+    flip(ring / "supervised_counts.safetensors")
+    with pytest.raises(ProblemsError) as error:
+        RingReader(ring, 1).supervised_counts()
+    assert [problem.kind for problem in error.value.problems] == ["ring.counts"]
+    with open_writer(ring, ring_plan(SAMPLES), SAMPLES, 0):
+        pass
+    assert torch.equal(RingReader(ring, 1).supervised_counts(), whole)
+
+
+def test_more_released_shards_than_there_are_is_no_end(ring: Path) -> None:
+    (ring / "reader.json").write_text(json.dumps({"released": 13, "finished": False, "run": ""}))
+    with pytest.raises(ProblemsError) as error, open_writer(ring, ring_plan(SAMPLES), SAMPLES, 0):
+        pass
+    assert [problem.kind for problem in error.value.problems] == ["ring.reader"]
+
+
+def test_what_the_writer_waited_is_unknown_where_its_file_is_damaged(ring: Path) -> None:
+    (ring / "writer.json").write_text("{")
+    assert RingReader(ring, 1).writer_waited() is None

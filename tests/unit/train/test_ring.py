@@ -67,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
 
 
 def said(tmp_path: Path) -> tuple[int, bool]:
-    state = read_reader(tmp_path / "ring")
+    state = read_reader(tmp_path / "ring", 99)
     return state.released, state.finished
 
 
