@@ -107,7 +107,20 @@ def check_ring_resume(folder: Path, plan: RingPlan, head: Mapping[str, torch.Ten
     path = folder / COUNTS_FILE
     if not path.is_file() or sha256_file(path) != ring.supervised_counts.sha256:
         _same_file(folder, write_counts(folder, counts), ring.supervised_counts)
+    check_ring_fingerprint(folder, ring)
     return ring
+
+
+def check_ring_fingerprint(folder: Path, ring: Ring) -> None:
+    """Refuses a ring whose fingerprint is gone after the shard that it is of: neither side could go on.
+
+    Raises:
+        ProblemsError: kind `ring.fingerprint`.
+    """
+    if not (folder / FINGERPRINT_FILE).exists() and read_reader(folder, len(ring.shards)).released:
+        message = "is gone, and so is shard 0, which it was of: that was released"
+        fix = f"copy {FINGERPRINT_FILE} from the folder of the run that trains here, or begin another ring"
+        raise problem_error(str(folder / FINGERPRINT_FILE), "ring.fingerprint", message, fix)
 
 
 def _same_file(folder: Path, written: FileInfo, listed: FileInfo) -> None:

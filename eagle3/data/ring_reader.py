@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from eagle3.data.ring_folder import (
     ReaderState,
+    check_ring_fingerprint,
     free_shards,
     is_listed,
     read_counts,
@@ -66,6 +67,7 @@ class RingReader:
         self._wait(lambda: (folder / RING_FILE).exists() or (folder / MANIFEST_FILE).exists(), "a ring", Event())
         self.ring: Ring = load_ring(folder)
         raise_problems(self._check_head(), f"cannot use the ring in {folder}")
+        check_ring_fingerprint(folder, self.ring)
         self._wait((folder / FINGERPRINT_FILE).exists, "its first shard", Event())
         self.fingerprint = self._read_fingerprint()
         self.contract, self.settings, self.target_config = (

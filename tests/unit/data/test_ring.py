@@ -305,3 +305,15 @@ def test_more_released_shards_than_there_are_is_no_end(ring: Path) -> None:
 def test_what_the_writer_waited_is_unknown_where_its_file_is_damaged(ring: Path) -> None:
     (ring / "writer.json").write_text("{")
     assert RingReader(ring, 1).writer_waited() is None
+
+
+def test_a_fingerprint_that_is_gone_after_its_shard_is_said_by_both_sides(ring: Path) -> None:
+    raw = (ring / "eagle3_fingerprint.json").read_bytes()
+    (ring / "eagle3_fingerprint.json").unlink()
+    (ring / "reader.json").write_text(json.dumps({"released": 1, "finished": False, "run": ""}))
+    for opened in (lambda: RingReader(ring, 1), lambda: open_writer(ring, ring_plan(SAMPLES), SAMPLES, 0)):
+        with pytest.raises(ProblemsError) as error:
+            opened()  # type: ignore[no-untyped-call]
+        assert [problem.kind for problem in error.value.problems] == ["ring.fingerprint"]
+    (ring / "eagle3_fingerprint.json").write_bytes(raw)
+    assert RingReader(ring, 1).fingerprint
