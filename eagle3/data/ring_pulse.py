@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, Self
@@ -78,10 +78,11 @@ class Pulse:
         """Somebody may have deleted the file or put an old copy in its place: the other side must not go by that."""
         if not self._path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path.parent))
-        if self._path.is_file() and self._path.read_bytes() == self._said:
-            os.utime(self._path)
-        else:
-            self._write()
+        with suppress(FileNotFoundError):  # it goes at any moment
+            if self._path.read_bytes() == self._said:
+                os.utime(self._path)
+                return
+        self._write()
 
 
 class Watch:
