@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from threading import Event, Lock, Thread
 from typing import Any, Self
 
 from eagle3.errors import ProblemsError, problem_error
-from eagle3.files import explained_os_errors, write_json_atomic
+from eagle3.files import explained_os_errors, write_text_atomic
 
 QUIET_SECONDS = 30.0
 """A side that shows no sign of life for longer is worth a word; on a shared folder signs come late."""
@@ -50,8 +51,8 @@ class Pulse:
             if self._failed is not None:
                 raise self._failed
         with self._lock:
-            self._values = values
-            self._write()
+            self._text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+            write_text_atomic(self._path, self._text)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -60,10 +61,6 @@ class Pulse:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-
-    def _write(self) -> None:
-        write_json_atomic(self._path, self._values)
-        self._said = self._path.read_bytes()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -79,10 +76,10 @@ class Pulse:
         if not self._path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path.parent))
         with suppress(FileNotFoundError):  # it goes at any moment
-            if self._path.read_bytes() == self._said:
+            if self._path.read_bytes() == self._text.encode():
                 os.utime(self._path)
                 return
-        self._write()
+        write_text_atomic(self._path, self._text)
 
 
 class Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def check_dataset(path: str | Path, expected: WiringContract | None = None) -> l
 
 def _manifest_path(folder: Path) -> Path:
     manifest, ring = folder / MANIFEST_FILE, folder / RING_FILE
-    return ring if not manifest.exists() and ring.exists() else manifest
+    return ring if os.path.lexists(ring) and not os.path.lexists(manifest) else manifest  # false for impossible names
 
 
 def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> list[Problem]:

@@ -84,5 +84,5 @@ def test_the_store_benchmark_still_runs() -> None:
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     assert found.returncode == 0, found.stderr
-    for what in ("plain", "batches", "share of plain", "open"):
+    for what in ("plain", "plain into memory", "batches", "batches as a share of plain", "open"):
         assert f'{{"what": "{what}",' in found.stdout
