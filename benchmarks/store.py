@@ -32,10 +32,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from eagle3.data.loader import BatchPlan, load_windows
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter
 from eagle3.data.store_format import ShardInfo, load_manifest, save_manifest, shard_name
-from eagle3.data.store_layout import DTYPE_CODES, LastRows, StoreLayout
+from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.data.store_sample import shard_content
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.dataset import DTYPE_CODES
 
 SHAPES = {"kimi": (7168, 163840, 2048, 72), "small": (64, 512, 64, 12)}
 BLOCK = 8 << 20

@@ -30,14 +30,13 @@ from eagle3.data.ring_format import (
 from eagle3.data.store_check import check_target_head
 from eagle3.data.store_folder import layout_differences, plain_json, same_head, setting_differences, write_target_head
 from eagle3.data.store_format import MANIFEST_FILE, TARGET_HEAD_FILE, FileInfo, shard_files, shard_name
-from eagle3.data.tensor_file import write_tensor_file
+from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import (
     TEMPORARY_SUFFIX,
     explained_os_errors,
     read_json_object,
     sha256_file,
-    write_atomic,
     write_json_atomic,
 )
 from eagle3.wiring.fingerprint_file import FINGERPRINT_FILE
@@ -135,13 +134,8 @@ def _other_target(folder: Path) -> Exception:
 
 def write_counts(folder: Path, counts: torch.Tensor) -> FileInfo:
     """Writes how often each token is supervised in an epoch, int64 [V]."""
-    path, checksum = folder / COUNTS_FILE, ""
-
-    def write(temporary: Path) -> None:
-        nonlocal checksum
-        checksum = write_tensor_file(temporary, {_COUNTS: [counts]}, {})
-
-    write_atomic(path, write)
+    path = folder / COUNTS_FILE
+    checksum = write_tensor_file_atomic(path, {_COUNTS: [counts]}, {})
     return FileInfo(path.name, path.stat().st_size, checksum)
 
 

@@ -27,8 +27,6 @@ from eagle3.data.store_format import (
     shard_name,
 )
 from eagle3.data.store_layout import LastRows, StoreLayout
-from eagle3.data.store_sample import header_metadata
-from eagle3.data.tensor_file import file_header
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json, parse_json_file, read_file
 from eagle3.sealed import SEAL, check_seal
@@ -169,13 +167,6 @@ class Ring(RingPlan):
             "shards": [{**vars(shard), "samples": list(shard.samples)} for shard in self.shards],
             "provenance": self.provenance,
         }
-
-
-def shard_bytes(layout: StoreLayout, samples: Sequence[SampleInfo]) -> int:
-    """Size of the file of a shard of these samples."""
-    tokens, supervised = (sum(getattr(sample, name) for sample in samples) for name in ("tokens", "supervised"))
-    header = file_header(layout.tensors(tokens, supervised), header_metadata(samples, layout.version))
-    return len(header) + layout.tensor_bytes(tokens, supervised)
 
 
 def entry_name(number: int) -> str:

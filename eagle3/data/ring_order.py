@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from eagle3.data.ring_format import RingShard, shard_bytes
+from eagle3.data.ring_format import RingShard
 from eagle3.data.store_format import SampleInfo
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.store_sample import shard_bytes
 
 Cut = Callable[[Sequence[int]], list[list[list[int]]]]
 """Samples (places in the ring's list) in order -> units of shards of them."""
@@ -32,7 +33,7 @@ def order_shards(
         Random(f"ring:{seed}:{epoch}").shuffle(order)
         for parts in cut(order):
             for part in parts:
-                size = shard_bytes(layout, [samples[place] for place in part])
+                size = shard_bytes([samples[place] for place in part], layout)
                 shards.append(RingShard(epoch, unit, size, tuple(part)))
             unit += 1
     return tuple(shards)

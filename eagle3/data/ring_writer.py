@@ -39,10 +39,9 @@ from eagle3.data.store_check import check_shard
 from eagle3.data.store_fingerprint import OtherStates, make_fingerprint
 from eagle3.data.store_folder import check_head, write_target_head
 from eagle3.data.store_format import shard_files, shard_name
-from eagle3.data.store_sample import StoredSample, sample_faults, shard_content
-from eagle3.data.tensor_file import write_tensor_file
+from eagle3.data.store_sample import StoredSample, sample_problems, shard_content
+from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
-from eagle3.files import write_atomic
 from eagle3.sealed import write_sealed
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -136,14 +135,9 @@ class RingWriter:
                 is left then.
         """
         assert [sample.id for sample in samples] == [info.id for info in self.ring.infos(number)]
-        raise_problems(self._sample_problems(samples))
-        checksum = ""
-
-        def write(temporary: Path) -> None:
-            nonlocal checksum
-            checksum = write_tensor_file(temporary, *shard_content(samples, self.ring.layout))
-
-        write_atomic(self.folder / shard_name(number), write)
+        layout = self.ring.layout
+        raise_problems(problem for sample in samples for problem in sample_problems(self.folder, sample, layout))
+        checksum = write_tensor_file_atomic(self.folder / shard_name(number), *shard_content(samples, layout))
         fingerprint = make_fingerprint(samples, self.ring.layout, other_states) if number == 0 else None
         self.list_shards({number: checksum}, fingerprint)
 
@@ -213,13 +207,6 @@ class RingWriter:
         self._pulse.say(self._state("waiting"))
         alive = f"; no trainer has shown a sign of life for {silent:.0f} s" if silent > QUIET_SECONDS else ""
         print(f"the ring is full: waiting until the trainer is done with shard {released}{alive}", file=sys.stderr)
-
-    def _sample_problems(self, samples: Sequence[StoredSample]) -> list[Problem]:
-        return [
-            Problem(f"{self.folder}: sample {sample.id!r}", f"store.{kind}", message, "correct what made this sample")
-            for sample in samples
-            for kind, message in sample_faults(sample, self.ring.layout)
-        ]
 
     def _drop_unsound(self) -> list[Problem]:
         """Removes shards that are not listed, and listed ones that are not what they should be; says which."""

@@ -23,23 +23,14 @@ from eagle3.data.chat import TokenSample
 from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.data.store_layout import StoreLayout, TensorLayout
 from eagle3.data.store_sample import header_metadata, token_faults
-from eagle3.data.tensor_file import file_header
-from eagle3.draft.states import FP8, quantize
+from eagle3.data.tensor_file import TORCH_DTYPES, file_header
+from eagle3.draft.states import quantize
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, sha256_file, sync_folder
 
 StateKey = int | Literal["last"]
 """An output index, or the states that the target's head reads."""
 
-_DTYPES = {
-    "I32": torch.int32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": FP8,
-}
 _ENGINE_FIX = "the engine mixes rows up: report this"
 
 
@@ -192,15 +183,15 @@ def shard_entry(path: Path, samples: Sequence[TokenSample]) -> ShardInfo:
 
 def _mapped(path: Path, header: bytes, layout: TensorLayout) -> dict[str, torch.Tensor]:
     """Makes the whole file, with this header; its tensors, mapped."""
-    size = len(header) + sum(prod(shape) * _DTYPES[code].itemsize for code, shape in layout.values())
+    size = len(header) + sum(prod(shape) * TORCH_DTYPES[code].itemsize for code, shape in layout.values())
     with open(path, "wb+") as handle:
         os.posix_fallocate(handle.fileno(), 0, size)
         handle.write(header)
     content = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+"))
     tensors, offset = {}, len(header)
     for name, (code, shape) in layout.items():
-        end = offset + prod(shape) * _DTYPES[code].itemsize
-        tensors[name] = content[offset:end].view(_DTYPES[code]).view(shape)
+        end = offset + prod(shape) * TORCH_DTYPES[code].itemsize
+        tensors[name] = content[offset:end].view(TORCH_DTYPES[code]).view(shape)
         offset = end
     return tensors
 

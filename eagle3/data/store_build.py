@@ -31,9 +31,9 @@ from eagle3.data.store_format import (
     shard_name,
 )
 from eagle3.data.store_layout import StoreLayout
-from eagle3.data.store_sample import header_metadata, shard_content
+from eagle3.data.store_sample import shard_bytes, shard_content
 from eagle3.data.store_verify import check_file
-from eagle3.data.tensor_file import file_header, write_tensor_file
+from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import existing_folder, only_writer, readable, sha256_file, write_atomic
 from eagle3.progress import progress
@@ -106,9 +106,7 @@ class Piece:
         """Size of the shard that it becomes."""
         if self.whole:
             return self.shard.bytes
-        layout, supervised = self.source.manifest.layout, sum(sample.supervised for sample in self.samples)
-        header = file_header(layout.tensors(self.tokens, supervised), header_metadata(self.samples, layout.version))
-        return len(header) + layout.tensor_bytes(self.tokens, supervised)
+        return shard_bytes(self.samples, self.source.manifest.layout)
 
 
 @dataclass(frozen=True)
@@ -215,13 +213,8 @@ def _take(piece: Piece, out: Path, name: str, link: bool) -> tuple[ShardInfo, st
 def _write(piece: Piece, path: Path, layout: StoreLayout) -> ShardInfo:
     # A new checksum would make damage look whole: so the old one is checked first.
     raise_problems(check_file(piece.source.folder, piece.shard, layout), f"cannot take samples of {piece.path}")
-    samples, checksum = [piece.source.reader.read(piece.first + place) for place in piece.places], ""
-
-    def write(temporary: Path) -> None:
-        nonlocal checksum
-        checksum = write_tensor_file(temporary, *shard_content(samples, layout))
-
-    write_atomic(path, write)
+    samples = [piece.source.reader.read(piece.first + place) for place in piece.places]
+    checksum = write_tensor_file_atomic(path, *shard_content(samples, layout))
     return ShardInfo(path.name, path.stat().st_size, checksum, piece.samples)
 
 

@@ -19,11 +19,11 @@ from eagle3.data.store_format import (
     shard_files,
     shard_metadata,
 )
-from eagle3.data.store_layout import DTYPE_CODES, StoreLayout
-from eagle3.data.store_sample import header_metadata
-from eagle3.data.tensor_file import file_header
+from eagle3.data.store_layout import StoreLayout
+from eagle3.data.store_sample import shard_header
 from eagle3.errors import Problem, ProblemsError
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.dataset import DTYPE_CODES
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, read_header
 
@@ -81,8 +81,7 @@ def _is_as_written(folder: Path, shard: ShardInfo, layout: StoreLayout) -> bool:
     """Whether size and header are to the byte what our writers write: then there is nothing to look for. A tenth of the
     time that parsing takes, which counts with thousands of shards.
     """
-    tensors = layout.tensors(shard.tokens, shard.supervised)
-    header = file_header(tensors, header_metadata(shard.samples, layout.version))
+    header = shard_header(shard.samples, layout)
     if shard.bytes != len(header) + layout.tensor_bytes(shard.tokens, shard.supervised):
         return False
     try:

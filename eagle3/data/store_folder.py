@@ -25,9 +25,9 @@ from eagle3.data.store_format import (
     shard_files,
 )
 from eagle3.data.store_layout import StoreLayout
-from eagle3.data.tensor_file import write_tensor_file
+from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import TEMPORARY_SUFFIX, write_atomic
+from eagle3.files import TEMPORARY_SUFFIX
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.dataset import RING_FILE
 
@@ -136,13 +136,8 @@ def check_output(folder: Path) -> list[Problem]:
 
 def write_target_head(folder: Path, head: Mapping[str, torch.Tensor]) -> FileInfo:
     """Writes `target_head.safetensors` anew."""
-    path, checksum = folder / TARGET_HEAD_FILE, ""
-
-    def write(temporary: Path) -> None:
-        nonlocal checksum
-        checksum = write_tensor_file(temporary, {name: [head[name]] for name in sorted(head)}, {})
-
-    write_atomic(path, write)
+    path = folder / TARGET_HEAD_FILE
+    checksum = write_tensor_file_atomic(path, {name: [head[name]] for name in sorted(head)}, {})
     return FileInfo(path.name, path.stat().st_size, checksum)
 
 

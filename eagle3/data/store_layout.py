@@ -13,13 +13,13 @@ import torch
 
 from eagle3.draft.states import FP8
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.dataset import DTYPE_CODES
 from eagle3.wiring.safetensors_header import DTYPE_BYTES
 
 FORMAT_VERSION = 2
 VERSIONS = (1, 2)
 """Those that a reader knows; only the newest is written."""
 LastRows = Literal["supervised", "all"]
-DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 _SHORT_VOCAB = 2**16
 
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from eagle3.data.store_format import METADATA_KEY, SampleInfo, shard_metadata
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.tensor_file import file_header
 from eagle3.draft.states import can_hold, quantize
+from eagle3.errors import Problem
 from eagle3.wiring.contract import WiringContract
 
 
@@ -53,7 +56,7 @@ def shard_content(
     """What `write_tensor_file` needs to write these samples as one shard: tensors as blocks, and metadata."""
     parts = [_stored(sample, layout) for sample in samples]
     infos = [sample.info for sample in samples]
-    names = layout.tensors(sum(info.tokens for info in infos), sum(info.supervised for info in infos))
+    names = layout.tensors(*_totals(infos))
     return {name: [part[name] for part in parts] for name in names}, header_metadata(infos, layout.version)
 
 
@@ -75,10 +78,34 @@ def _stored(sample: StoredSample, layout: StoreLayout) -> dict[str, torch.Tensor
     }
 
 
+def shard_header(samples: Sequence[SampleInfo], layout: StoreLayout) -> bytes:
+    """The bytes before the tensors of a shard of these samples."""
+    tensors = layout.tensors(*_totals(samples))
+    return file_header(tensors, header_metadata(samples, layout.version))
+
+
+def shard_bytes(samples: Sequence[SampleInfo], layout: StoreLayout) -> int:
+    """Size of the file of a shard of these samples."""
+    return len(shard_header(samples, layout)) + layout.tensor_bytes(*_totals(samples))
+
+
+def _totals(samples: Sequence[SampleInfo]) -> tuple[int, int]:
+    """Tokens and supervised tokens."""
+    return sum(sample.tokens for sample in samples), sum(sample.supervised for sample in samples)
+
+
 def header_metadata(samples: Iterable[SampleInfo], version: int) -> dict[str, str]:
     """The text entries of a shard's header."""
     text = json.dumps(shard_metadata(samples, version), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {METADATA_KEY: text}
+
+
+def sample_problems(where: Path, sample: StoredSample, layout: StoreLayout) -> list[Problem]:
+    """`sample_faults` as problems of the folder that it is to be written to."""
+    return [
+        Problem(f"{where}: sample {sample.id!r}", f"store.{kind}", message, "correct what made this sample")
+        for kind, message in sample_faults(sample, layout)
+    ]
 
 
 def sample_faults(sample: StoredSample, layout: StoreLayout) -> list[tuple[str, str]]:

@@ -21,10 +21,10 @@ from eagle3.data.store_folder import (
 )
 from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, ShardInfo, save_manifest, shard_files, shard_name
 from eagle3.data.store_layout import LastRows, StoreLayout
-from eagle3.data.store_sample import StoredSample, sample_faults, shard_content
-from eagle3.data.tensor_file import write_tensor_file
+from eagle3.data.store_sample import StoredSample, sample_problems, shard_content
+from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import explained_os_errors, write_atomic
+from eagle3.files import explained_os_errors
 from eagle3.wiring.contract import WiringContract
 
 
@@ -100,13 +100,7 @@ class StoreWriter:
         if fingerprint is None:
             fingerprint = make_fingerprint(samples, self._manifest.layout, self._other_states)
         path = self.folder / self._free_name()
-        checksum = ""
-
-        def write(temporary: Path) -> None:
-            nonlocal checksum
-            checksum = write_tensor_file(temporary, *shard_content(samples, self._manifest.layout))
-
-        write_atomic(path, write)
+        checksum = write_tensor_file_atomic(path, *shard_content(samples, self._manifest.layout))
         shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
         shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
         before = self._manifest
@@ -139,11 +133,10 @@ class StoreWriter:
     def _check_samples(self, samples: Sequence[StoredSample]) -> list[Problem]:
         problems, ids = [], Counter(sample.id for sample in samples)
         for sample in samples:
-            where = f"{self.folder}: sample {sample.id!r}"
-            for kind, message in sample_faults(sample, self._manifest.layout):
-                problems.append(Problem(where, f"store.{kind}", message, "correct what made this sample"))
+            problems += sample_problems(self.folder, sample, self._manifest.layout)
             if sample.id in self.completed or ids[sample.id] > 1:
                 message = "is already in the store, or given twice"
+                where = f"{self.folder}: sample {sample.id!r}"
                 problems.append(Problem(where, "store.duplicate_sample", message, "use unique ids"))
         return problems
 

@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from eagle3.files import write_atomic
+
 _CODES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -28,6 +30,7 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TORCH_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SIZES = {code: dtype.itemsize for dtype, code in _CODES.items()}
 _ALIGNMENT = 8
 
@@ -36,7 +39,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]],
     """Writes `tensors`, in the order given, and returns the file's `sha256:<hex>`.
 
     Args:
-        path: written in place; wrap it in `eagle3.files.write_atomic`.
+        path: written in place; `write_tensor_file_atomic` writes it whole or not at all.
         tensors: name -> blocks that follow each other along dimension 0. Put larger element sizes first, so that
             every tensor begins at a multiple of its element size.
         metadata: the header's text entries. Give at most one where the bytes must not depend on a reader's order.
@@ -50,6 +53,24 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]],
             handle.write(block)
             digest.update(block)
     return f"sha256:{digest.hexdigest()}"
+
+
+def write_tensor_file_atomic(
+    path: Path, tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]
+) -> str:
+    """As `write_tensor_file`, whole or not at all.
+
+    Raises:
+        ProblemsError: as `eagle3.files.write_atomic`.
+    """
+    checksum = ""
+
+    def write(temporary: Path) -> None:
+        nonlocal checksum
+        checksum = write_tensor_file(temporary, tensors, metadata)
+
+    write_atomic(path, write)
+    return checksum
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

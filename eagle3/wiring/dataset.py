@@ -14,7 +14,7 @@ from eagle3.wiring.safetensors_header import read_header
 
 MANIFEST_FILE = "manifest.json"
 RING_FILE = "ring.json"
-_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
+DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 _EXTRACT = "extract again with `eagle3 extract`"
 
 
@@ -86,7 +86,7 @@ def _shard_problems(folder: Path, shard: object, contract: WiringContract) -> li
         tensors = read_header(folder / name).tensors
     except ProblemsError as error:
         return list(error.problems)
-    code, hidden, slots = _DTYPE_CODES[contract.dtype], contract.hidden_size, len(contract.output_indices)
+    code, hidden, slots = DTYPE_CODES[contract.dtype], contract.hidden_size, len(contract.output_indices)
     expected = {"aux_hidden_states": (code, slots * hidden), "last_hidden_states": (code, hidden)}
     if code == "F8_E4M3":
         expected["aux_scales"] = ("F32", slots)

@@ -17,11 +17,12 @@ import torch
 
 from eagle3.data import ring_pulse
 from eagle3.data.ring_folder import ReaderState, check_ring_output, free_shards, is_listed, listed_bytes, read_reader
-from eagle3.data.ring_format import load_ring, shard_bytes
+from eagle3.data.ring_format import load_ring
 from eagle3.data.ring_pulse import Pulse, Watch
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store_format import SampleInfo
+from eagle3.data.store_sample import shard_bytes
 from eagle3.errors import ProblemsError
 from eagle3.sealed import write_sealed
 from tests.rings import open_writer, ring_plan, ring_samples
@@ -75,7 +76,7 @@ def test_the_size_of_a_shard_is_known_before_it_is_made(ring: Path) -> None:
     for number in range(4):
         assert (ring / f"shard-{number:05d}.safetensors").stat().st_size == plan.shards[number].bytes
     names = [SampleInfo("é" * 9, 7, 1)]
-    assert shard_bytes(plan.layout, names) > shard_bytes(plan.layout, [SampleInfo("e", 7, 1)])
+    assert shard_bytes(names, plan.layout) > shard_bytes([SampleInfo("e", 7, 1)], plan.layout)
 
 
 @pytest.mark.parametrize(

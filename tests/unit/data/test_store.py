@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3.data import store_writer
+from eagle3.data import store_writer, tensor_file
 from eagle3.data.store import StoredSample, StoreReader, verify
 from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError, problem_error
@@ -295,7 +295,7 @@ def test_fault_08_leftovers_of_a_killed_writer_do_not_count_as_data(tmp_path: Pa
 
 def test_fault_08_no_space_on_the_third_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, calls = tmp_path / "store", []
-    real = store_writer.write_tensor_file
+    real = tensor_file.write_tensor_file
 
     def full_on_the_third_shard(path: Path, *args: object) -> str:
         calls.append(path.name)
@@ -304,7 +304,7 @@ def test_fault_08_no_space_on_the_third_shard(tmp_path: Path, monkeypatch: pytes
             raise OSError(28, os.strerror(28))
         return real(path, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store_writer, "write_tensor_file", full_on_the_third_shard)
+    monkeypatch.setattr(tensor_file, "write_tensor_file", full_on_the_third_shard)
     with pytest.raises(ProblemsError, match="No space left on device") as error:
         make_store(folder)
     assert kinds(error.value) == ["disk.full"]
