@@ -262,15 +262,15 @@ def test_an_old_copy_of_what_a_side_says_or_none_does_not_last(tmp_path: Path, m
         pulse.say({"released": 6})
         for change in (lambda: path.write_bytes(old), path.unlink):
             change()
-            wait_until(lambda: path.exists() and json.loads(path.read_text()) == {"released": 6})
+            assert comes_true(lambda: path.exists() and json.loads(path.read_text()) == {"released": 6})
         pulse.say({"released": 7})
 
 
-def wait_until(done: Callable[[], bool]) -> None:
+def comes_true(done: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < end
+    while not done() and time.monotonic() < end:
         time.sleep(0.01)
+    return done()
 
 
 def test_a_flipped_bit_in_the_targets_head_is_found_before_anything_is_trained(ring: Path) -> None:

@@ -238,7 +238,8 @@ def test_resuming_with_other_weights_of_the_target_is_refused(tmp_path: Path) ->
 
 def test_tuples_in_settings_are_the_lists_they_become(tmp_path: Path) -> None:
     make_store(tmp_path / "store", settings={"output_indices": (1, 3, 4)})
-    writer(tmp_path / "store", settings={"output_indices": [1, 3, 4]}).close()
+    with writer(tmp_path / "store", settings={"output_indices": [1, 3, 4]}) as store:
+        assert len(store.completed) == 6
 
 
 def test_a_damaged_target_head_is_written_again(tmp_path: Path) -> None:
