@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,11 @@ _MOST_WAITING = 0.02
 
 class Dataset(Protocol):
     """What a store and a ring have in common."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        ...
 
     @property
     def contract(self) -> WiringContract:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -69,10 +68,6 @@ class SampleSet:
         )
         most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
         return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))
-
-    def ids(self, places: Sequence[int]) -> list[str]:
-        """Sample ids of places in `indices`."""
-        return [self.reader.samples[self.indices[place]].id for place in places]
 
 
 @dataclass(frozen=True)

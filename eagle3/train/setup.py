@@ -122,7 +122,7 @@ def choose_vocab(draft: DraftSection, train: TrainSamples) -> tuple[DraftVocab, 
     if not isinstance(keep_ids, list) or not all(is_int(item) and abs(item) < 2**63 for item in keep_ids):
         message = f"settings.keep_ids is {str(keep_ids)[:60]}, expected the special tokens' ids"
         fix = "restore the manifest, or extract again into an empty folder"
-        raise problem_error("dataset", "store.keep_ids", message, fix)
+        raise problem_error(str(reader.folder), "store.keep_ids", message, fix)
     vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, keep_ids)
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 

@@ -132,7 +132,7 @@ def test_the_drafter_starts_from_the_target_as_the_config_says(tmp_path: Path, i
 def test_fault_03_samples_cut_before_their_answer_are_dropped_and_counted(tmp_path: Path) -> None:
     store = write_random_store(tmp_path / "store", [(44, (40, 44)), (12, (8, 12))])
     setup = make_setup(train_config(store, tmp_path / "run", max_length=32))
-    assert setup.samples.train.ids([0]) == ["s01"]
+    assert setup.samples.train.indices == [1]
     assert any("1 of 2 samples have no supervised token within 32: dropped" in note for note in setup.notes)
 
 
