@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3.data.store_format import (
@@ -57,6 +58,12 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
     if expected is not None:
         problems += manifest.contract.compare(expected, str(folder), "what is expected")
     return problems
+
+
+def is_complete(folder: Path, manifest: Manifest, ids: Iterable[str]) -> bool:
+    """Whether the store is whole and holds these samples and no others."""
+    held = {sample.id for shard in manifest.shards for sample in shard.samples}
+    return held == set(ids) and not check_store(folder, manifest)
 
 
 def check_shard(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +12,8 @@ from eagle3.data.chat import template_digest, tokenizer_digest
 from eagle3.data.conversations import Conversation
 from eagle3.files import digest_json
 from eagle3.target.resolve import TargetFiles, weights_digest
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.layers import LayerWiring
 from eagle3.wiring.targets import config_digest
 
 
@@ -24,6 +26,33 @@ def target_identity(files: TargetFiles, tokenizer: PreTrainedTokenizerBase, targ
         "chat_template": template_digest(tokenizer),
         "dtype": target.dtype,
     }
+
+
+def target_contract(
+    files: TargetFiles, identity: Mapping[str, str], wiring: LayerWiring, last_hidden_states: str, dtype: str
+) -> WiringContract:
+    """The contract of states of this target.
+
+    Args:
+        identity: `target_identity` of it.
+        wiring: the captured layers.
+        last_hidden_states: `post_norm` or `pre_norm`.
+        dtype: of the stored states.
+    """
+    facts = files.facts
+    return WiringContract(
+        target_name=facts.name,
+        target_family=facts.family,
+        target_config_digest=identity["config"],
+        num_hidden_layers=facts.num_hidden_layers,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        output_indices=wiring.output_indices,
+        last_hidden_states=last_hidden_states,
+        dtype=dtype,
+        tokenizer_digest=identity["tokenizer"],
+        chat_template_digest=identity["chat_template"],
+    )
 
 
 def conversations_digest(conversations: Iterable[Conversation]) -> str:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from eagle3.config import ImportConfig
 from eagle3.data.store import StoredSample
+from eagle3.data.store_check import is_complete
 from eagle3.data.store_format import Manifest
 from eagle3.target.head_tensors import read_head_tensors
 from eagle3.target.import_plan import (
     ImportPlan,
     begun_manifest,
     check_room,
-    is_complete,
     keeps_fingerprint,
     make_import_plan,
 )
@@ -78,7 +78,7 @@ def run_import(cfg: ImportConfig, dry: bool = False) -> ImportReport:
     plan = make_import_plan(cfg)
     begun = begun_manifest(plan)
     check_room(plan)
-    complete = begun is not None and is_complete(plan, begun)
+    complete = begun is not None and is_complete(plan.folder, begun, (name for name, _ in plan.sample_tokens))
     earlier = _probed_before(begun) if begun is not None and (complete or keeps_fingerprint(plan, begun)) else None
     probed = earlier or probe_dump(plan)
     print(probed.said, file=sys.stderr)

@@ -22,12 +22,12 @@ from eagle3.data.imports.folder import Dump, check_places, find_dump, warn_of_lo
 from eagle3.data.imports.masks import Masks, open_masks
 from eagle3.data.imports.sample import Expected, RawSample
 from eagle3.data.imports.scan import Scan, read_sample, scan_dump, tokens_digest
-from eagle3.data.store_check import check_shard, check_store
+from eagle3.data.store_check import check_shard
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT, Manifest, load_manifest
 from eagle3.data.store_layout import StoreLayout
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.target.head_tensors import check_head_tensors, find_target_with_head
-from eagle3.target.identity import target_identity
+from eagle3.target.identity import target_contract, target_identity
 from eagle3.target.plan import head_bytes, room_estimate
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.wiring.contract import WiringContract
@@ -108,19 +108,8 @@ def make_import_plan(cfg: ImportConfig) -> ImportPlan:
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
     identity = target_identity(files, tokenizer, cfg.target)
     begun = load_manifest(output) if (output / MANIFEST_FILE).exists() else None
-    contract = WiringContract(
-        target_name=facts.name,
-        target_family=facts.family,
-        target_config_digest=identity["config"],
-        num_hidden_layers=facts.num_hidden_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        output_indices=wiring.output_indices,
-        last_hidden_states=cfg.last_hidden_states,
-        dtype=cfg.store_dtype or (begun.contract.dtype if begun else "bfloat16"),
-        tokenizer_digest=identity["tokenizer"],
-        chat_template_digest=identity["chat_template"],
-    )
+    dtype = cfg.store_dtype or (begun.contract.dtype if begun else "bfloat16")
+    contract = target_contract(files, identity, wiring, cfg.last_hidden_states, dtype)
     expected = Expected(
         num_aux=wiring.num_aux,
         hidden_size=facts.hidden_size,
@@ -151,7 +140,7 @@ def check_room(plan: ImportPlan) -> None:
         ProblemsError: kind `extract.disk`.
     """
     needed = sum(plan.sizes) + head_bytes(plan.contract, plan.cfg.target)
-    said = f"{len(plan.scan.found):,} samples, {plan.scan.tokens:,} tokens"
+    said = f"estimate: {len(plan.scan.found):,} samples, {plan.scan.tokens:,} tokens"
     less = "import a part of the dump, or a narrower store_dtype"
     estimate, problems = room_estimate(plan.folder, said, needed, plan.cfg.free_disk_fraction, less)
     print(plan.scan, estimate, sep="\n", file=sys.stderr)
@@ -167,12 +156,6 @@ def begun_manifest(plan: ImportPlan) -> Manifest | None:
     if not (plan.folder / MANIFEST_FILE).exists():
         return None
     return store_folder.check_resume(plan.folder, plan.layout, plan.settings)
-
-
-def is_complete(plan: ImportPlan, manifest: Manifest) -> bool:
-    """Whether the store is whole and holds every sample."""
-    stored = {sample.id for shard in manifest.shards for sample in shard.samples}
-    return stored == {name for name, _ in plan.sample_tokens} and not check_store(plan.folder, manifest)
 
 
 def keeps_fingerprint(plan: ImportPlan, manifest: Manifest) -> bool:

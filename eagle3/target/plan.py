@@ -19,14 +19,14 @@ import torch
 from eagle3.config import ExtractConfig, TargetConfig
 from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
-from eagle3.data.store_check import check_store
+from eagle3.data.store_check import is_complete
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
 from eagle3.data.store_layout import StoreLayout
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import existing_folder, size_text
 from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
-from eagle3.target.identity import target_identity
+from eagle3.target.identity import target_contract, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
 from eagle3.target.shares import this_process
 from eagle3.target.source import Source, read_source
@@ -101,19 +101,7 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     source = read_source(cfg, tokenizer)
     samples = usable_samples(source, files)
     identity = target_identity(files, tokenizer, cfg.target)
-    contract = WiringContract(
-        target_name=facts.name,
-        target_family=facts.family,
-        target_config_digest=identity["config"],
-        num_hidden_layers=facts.num_hidden_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        output_indices=wiring.output_indices,
-        last_hidden_states=cfg.last_hidden_states,
-        dtype=cfg.store_dtype,
-        tokenizer_digest=identity["tokenizer"],
-        chat_template_digest=identity["chat_template"],
-    )
+    contract = target_contract(files, identity, wiring, cfg.last_hidden_states, cfg.store_dtype)
     settings = {
         "engine": resolve_engine(cfg, files),
         "target": {"weights": identity["weights"], "dtype": identity["dtype"]},
@@ -176,7 +164,7 @@ def check_disk(plan: ExtractPlan) -> None:
 def disk_estimate(plan: ExtractPlan) -> tuple[str, list[Problem]]:
     """What the store takes, in words, and a problem if that does not fit."""
     needed = sum(plan.sizes) + plan.head_bytes
-    said = f"{len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens"
+    said = f"estimate: {len(plan.samples):,} samples, {plan.prepared.tokens:,} tokens"
     less = "take fewer conversations (data.limit) or tokens (data.max_length)"
     return room_estimate(plan.folder, said, needed, plan.cfg.free_disk_fraction, less)
 
@@ -194,7 +182,7 @@ def room_estimate(
     disk = shutil.disk_usage(existing_folder(folder))
     spare = disk.free - int(free_disk_fraction * disk.total)
     estimate = (
-        f"estimate: {said}, {size_text(needed)}, of which {size_text(missing)} to be written; "
+        f"{said}, {size_text(needed)}, of which {size_text(missing)} to be written; "
         f"{size_text(disk.free)} free in {folder}"
     )
     if missing <= spare:
@@ -236,8 +224,7 @@ def check_resume(plan: ExtractPlan) -> bool:
     if not (plan.folder / MANIFEST_FILE).exists():
         return False
     manifest = store_folder.check_resume(plan.folder, plan.layout, plan.settings)
-    stored = {sample.id for shard in manifest.shards for sample in shard.samples}
-    return stored == {sample.id for sample in plan.samples} and not check_store(plan.folder, manifest)
+    return is_complete(plan.folder, manifest, (sample.id for sample in plan.samples))
 
 
 def _bytes_in(folder: Path) -> int:

@@ -5,7 +5,6 @@ Everything about the order is settled here, before the target runs: see docs/rin
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,18 +21,17 @@ from eagle3.data.ring_format import RingPlan
 from eagle3.data.ring_order import Cut, order_shards
 from eagle3.data.ring_writer import RingWriter
 from eagle3.data.shard_file import sample_info
-from eagle3.data.store import StoredSample
 from eagle3.data.store_fingerprint import OtherStates
 from eagle3.data.store_folder import plain_json
 from eagle3.data.store_format import SAMPLE_COUNT
+from eagle3.data.vocab_count import count_tokens
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import existing_folder, size_text
+from eagle3.files import size_text
 from eagle3.progress import progress
-from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
-from eagle3.target.plan import ExtractPlan
+from eagle3.target.plan import ExtractPlan, room_estimate
 from eagle3.target.shares import cut_chunks, this_process
-from eagle3.target.write import Make
+from eagle3.target.write import Make, collect, origin
 
 
 @dataclass(frozen=True)
@@ -135,22 +133,13 @@ def _cut(plan: ExtractPlan, chunk_tokens: int | None) -> Cut:
 
 def ring_estimate(plan: ExtractPlan, ring: RingPlan) -> tuple[str, list[Problem]]:
     """What the ring takes, in words, and a problem if that does not fit the disk."""
-    folder = plan.folder
-    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
-    missing = max(min(ring.max_bytes, ring.ends[-1]) + plan.head_bytes - there, 0)
-    disk = shutil.disk_usage(existing_folder(folder))
-    spare = disk.free - int(plan.cfg.free_disk_fraction * disk.total)
+    needed = min(ring.max_bytes, ring.ends[-1]) + plan.head_bytes
     tokens = sum(sample.tokens for sample in ring.samples)
-    estimate = (
+    said = (
         f"ring: {len(ring.samples):,} samples, {tokens:,} tokens, {ring.epochs} epoch(s), {len(ring.shards):,} shards: "
-        f"{size_text(ring.ends[-1])} in all, at most {size_text(ring.max_bytes)} at a time; "
-        f"{size_text(disk.free)} free in {folder}"
+        f"{size_text(ring.ends[-1])} in all, at most {size_text(ring.max_bytes)} at a time; with the target's head"
     )
-    if missing <= spare:
-        return estimate, []
-    message = f"needs {size_text(missing)} more, {size_text(disk.free)} are free, some of which must stay free"
-    fix = "free space, choose another output, or lower ring.max_bytes"
-    return estimate, [Problem(str(folder), "extract.disk", message, fix)]
+    return room_estimate(plan.folder, said, needed, plan.cfg.free_disk_fraction, "lower ring.max_bytes")
 
 
 def check_ring(plan: ExtractPlan, ring: RingPlan) -> None:
@@ -171,13 +160,10 @@ def open_ring(
     plan: ExtractPlan, ring: RingPlan, target_head: Mapping[str, torch.Tensor], told: Mapping[str, Any] | None = None
 ) -> Iterator[RingWriter]:
     """The plan's ring, begun or resumed; says which damaged shards will be made anew."""
-    counts = torch.zeros(plan.contract.vocab_size, dtype=torch.int64)
-    for sample in plan.samples:
-        supervised = torch.tensor(sample.input_ids)[torch.tensor(sample.loss_mask, dtype=torch.bool)]
-        counts.index_add_(0, supervised, torch.ones_like(supervised))
-    origin = {**provenance(), "config": plan.cfg.model_dump(mode="json"), **(told or {})}
+    tokens = ((torch.tensor(item.input_ids), torch.tensor(item.loss_mask, dtype=torch.bool)) for item in plan.samples)
+    counts = count_tokens(tokens, plan.contract.vocab_size)
     wait_seconds = ring_section(plan.cfg).wait_seconds
-    with RingWriter(plan.folder, ring, target_head, counts, origin, wait_seconds) as writer:
+    with RingWriter(plan.folder, ring, target_head, counts, origin(plan.cfg, told), wait_seconds) as writer:
         for problem in writer.redone:
             print(f"made anew: {problem}", file=sys.stderr)
         yield writer
@@ -203,11 +189,7 @@ def write_ring(
         while numbers := writer.next_unit():
             for number in numbers:
                 places = writer.ring.shards[number].samples
-                made: dict[int, StoredSample] = {}
-                for place, sample in make(places):
-                    made[place] = sample
-                    advance(len(sample.input_ids))
-                writer.write_shard(number, [made[place] for place in places], other_states)
+                writer.write_shard(number, collect(make, places, advance), other_states)
     return ring_report(plan, writer)
 
 

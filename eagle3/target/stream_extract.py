@@ -22,7 +22,6 @@ from eagle3.data.store_format import ShardInfo, shard_name
 from eagle3.data.store_joint import JointStore
 from eagle3.errors import raise_problems
 from eagle3.progress import progress
-from eagle3.provenance import provenance
 from eagle3.target.engines.streamed import StreamedEngine
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.selfcheck import self_check_streamed
@@ -40,6 +39,7 @@ from eagle3.target.stream_plan import (
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, blocks_waiting, stager
 from eagle3.target.streaming.memory import explained_memory
 from eagle3.target.streaming.reader import check_vectors
+from eagle3.target.write import origin
 from eagle3.wiring.fingerprint_file import Fingerprint
 
 HASHERS = 4
@@ -121,7 +121,7 @@ def _open_store(given: ExtractPlan, stream: StreamPlan, engine: StreamedEngine) 
         lambda begun: plan.settings if begun is None else settle_sizes(given, begun).settings,
         plan.files.text_config,
         engine.head_tensors(),
-        {**provenance(), "config": given.cfg.model_dump(mode="json")},
+        origin(given.cfg),
         stream.process.index,
         stream.process.count,
         plan.layout.last_rows,

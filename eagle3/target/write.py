@@ -111,13 +111,27 @@ def open_store(
         plan.settings,
         plan.files.text_config,
         target_head,
-        provenance={**provenance(), "config": plan.cfg.model_dump(mode="json"), **(told or {})},
+        provenance=origin(plan.cfg, told),
         other_states=other_states,
         last_rows=plan.layout.last_rows,
     ) as writer:
         for problem in writer.redone:
             print(f"redone: {problem}", file=sys.stderr)
         yield writer
+
+
+def origin(cfg: ExtractConfig | ImportConfig, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a store or ring says of where it came from: command line, versions, config and what else is `told`."""
+    return {**provenance(), "config": cfg.model_dump(mode="json"), **(told or {})}
+
+
+def collect(make: Make, numbers: Sequence[int], advance: Callable[[int], None]) -> list[StoredSample]:
+    """Makes these samples; in their order. `advance` is told the tokens of each as it comes."""
+    made: dict[int, StoredSample] = {}
+    for number, sample in make(numbers):
+        made[number] = sample
+        advance(len(sample.input_ids))
+    return [made[number] for number in numbers]
 
 
 def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, label: str = "extract") -> int:
@@ -132,9 +146,5 @@ def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, label: str =
     tokens = sum(samples[index][1] for shard in work for index in shard)
     with progress(label, tokens, "tokens") as advance:
         for missing in filter(None, work):
-            stored: dict[int, StoredSample] = {}
-            for index, sample in make(missing):
-                stored[index] = sample
-                advance(samples[index][1])
-            writer.write_shard([stored[index] for index in missing])
+            writer.write_shard(collect(make, missing, advance))
     return sum(map(len, work))
