@@ -84,6 +84,11 @@ def window_of(rows: list[Row], batch_size: int, world_size: int) -> Window:
     return [shares[i : i + world_size] for i in range(0, len(shares), world_size)]
 
 
+def places_of(window: Window) -> list[int]:
+    """Sample places of all ranks in a window."""
+    return [place for micro_batch in window for rows in micro_batch for row in rows for place in row]
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """What a batch needs of a sample beside its states, cut."""

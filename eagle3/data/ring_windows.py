@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from random import Random
 
-from eagle3.data.loader import Row, Window, window_of
+from eagle3.data.loader import Row, Window, places_of, window_of
 from eagle3.data.packing import pack_rows
 from eagle3.data.ring_format import RingPlan
 from eagle3.data.store_format import SampleInfo
@@ -67,7 +67,7 @@ class RingWindows:
 
     def shards(self, window: Window) -> range:
         """The shards that a window reads."""
-        places = [place for micro_batch in window for rows in micro_batch for row in rows for place in row]
+        places = places_of(window)
         return range(self.shard_of(min(places))[0], self.shard_of(max(places))[0] + 1)
 
     def first_needed(self, step: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle3.data.loader import BatchPlan, Window, load_windows
+from eagle3.data.loader import BatchPlan, Window, load_windows, places_of
 from eagle3.data.store import StoreReader
 from eagle3.draft.batch import DraftBatch
 from eagle3.wiring.contract import WiringContract
@@ -147,8 +147,3 @@ class StoreFeed:
             f"note: training waited for data {share:.0%} of its time ({seconds:.0f} s): the store's disk "
             f"gives less than training takes; benchmarks/store.py measures it, see docs/training.md"
         )
-
-
-def places_of(window: Window) -> list[int]:
-    """Sample places of all ranks in a window."""
-    return [place for micro_batch in window for rows in micro_batch for row in rows for place in row]

@@ -16,7 +16,7 @@ from threading import Event
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Window, read_batches
+from eagle3.data.loader import Window, places_of, read_batches
 from eagle3.data.ring_folder import read_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
@@ -25,14 +25,14 @@ from eagle3.data.store_format import ShardInfo
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import Problem, problem_error
 from eagle3.files import size_text
-from eagle3.train.feed import places_of
 
 
 @dataclass(frozen=True)
 class RingSamples:
-    """The training samples of a ring: all of them, each once an epoch."""
+    """The training samples of a ring: all of them, each once an epoch, in these windows."""
 
     reader: RingReader
+    windows: RingWindows
 
     def count_supervised(self) -> torch.Tensor:
         """int64 [V]: occurrences of each target id at supervised positions."""
@@ -40,10 +40,11 @@ class RingSamples:
 
     def feed(self, config: TrainConfig, world_size: int) -> RingFeed:
         assert config.ring is not None
-        return RingFeed(self.reader, _windows(config, self.reader, world_size), config.ring.rewind)
+        assert self.windows.world_size == world_size
+        return RingFeed(self.reader, self.windows, config.ring.rewind)
 
 
-def check_ring(config: TrainConfig, reader: RingReader, world_size: int) -> list[Problem]:
+def check_ring(config: TrainConfig, reader: RingReader, windows: RingWindows) -> list[Problem]:
     """Why this run cannot train from this ring, the contract aside."""
     ring, where, problems = reader.ring, str(reader.folder), []
     if config.epochs != ring.epochs:
@@ -56,7 +57,7 @@ def check_ring(config: TrainConfig, reader: RingReader, world_size: int) -> list
         problems.append(Problem(where, "ring.max_length", message, fix))
     if problems:
         return problems
-    needed = _windows(config, reader, world_size).most_bytes
+    needed = windows.most_bytes
     if needed > ring.max_bytes:
         message = (
             f"holds {size_text(ring.max_bytes)} of shards, but one optimiser step needs {size_text(needed)} at once "
@@ -70,9 +71,9 @@ def check_ring(config: TrainConfig, reader: RingReader, world_size: int) -> list
     return problems
 
 
-def ring_notes(config: TrainConfig, reader: RingReader, world_size: int) -> list[str]:
+def ring_notes(config: TrainConfig, windows: RingWindows) -> list[str]:
     """What a user should know, a line each."""
-    ring, windows = reader.ring, _windows(config, reader, world_size)
+    ring = windows.ring
     notes = [
         f"ring: {len(ring.samples)} training samples, {ring.epochs} epoch(s), {len(ring.shards)} shards, at most "
         f"{size_text(ring.max_bytes)} at a time",
@@ -83,7 +84,8 @@ def ring_notes(config: TrainConfig, reader: RingReader, world_size: int) -> list
     return notes
 
 
-def _windows(config: TrainConfig, reader: RingReader, world_size: int) -> RingWindows:
+def ring_windows(config: TrainConfig, reader: RingReader, world_size: int) -> RingWindows:
+    """The windows of a run; they are made when they are first asked for."""
     return RingWindows(
         ring=reader.ring,
         max_length=config.max_length,

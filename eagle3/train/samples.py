@@ -12,6 +12,7 @@ import torch
 from eagle3.config import TrainConfig
 from eagle3.data.loader import BatchPlan
 from eagle3.data.ring_reader import RingReader
+from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.data.vocab_count import count_supervised
@@ -107,19 +108,19 @@ def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
     return Samples(SampleSet(reader, train, config.max_length), heldout, digest, notes)
 
 
-def select_ring_samples(config: TrainConfig, reader: RingReader, processes: int) -> Samples:
+def select_ring_samples(config: TrainConfig, reader: RingReader, windows: RingWindows) -> Samples:
     """All samples of a ring; held-out ones only of `eval_dataset`.
 
     Raises:
         ProblemsError: as `select_samples`.
     """
-    notes = ring_notes(config, reader, processes)
+    notes = ring_notes(config, windows)
     heldout = None
     if config.eval_dataset is not None:
         heldout = _heldout_store(config, reader, {sample.id for sample in reader.ring.samples}, notes)
         notes.append(f"{len(heldout.indices)} samples held out")
     digest = digest_json([reader.ring.digest, heldout and _manifest_digest(heldout.reader)])
-    return Samples(RingSamples(reader), heldout, digest, notes)
+    return Samples(RingSamples(reader, windows), heldout, digest, notes)
 
 
 def _heldout_store(config: TrainConfig, reader: Dataset, known: set[str], notes: list[str]) -> SampleSet:

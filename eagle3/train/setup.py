@@ -25,7 +25,7 @@ from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.resolve import find_target
 from eagle3.train.feed import Dataset
-from eagle3.train.ring_feed import check_ring
+from eagle3.train.ring_feed import check_ring, ring_windows
 from eagle3.train.samples import Samples, TrainSamples, select_ring_samples, select_samples
 from eagle3.wiring.contract import WiringContract, config_digest
 from eagle3.wiring.layers import check_output_indices, is_int
@@ -84,9 +84,10 @@ def _open_samples(config: TrainConfig, processes: int) -> Samples:
         raise_problems(check_dataset_contract(config, store.contract), f"cannot train on {config.dataset}")
         return select_samples(config, store)
     ring = RingReader(Path(config.dataset), config.ring.wait_seconds)
-    problems = check_dataset_contract(config, ring.contract) + check_ring(config, ring, processes)
+    windows = ring_windows(config, ring, processes)
+    problems = check_dataset_contract(config, ring.contract) + check_ring(config, ring, windows)
     raise_problems(problems, f"cannot train from {config.dataset}")
-    return select_ring_samples(config, ring, processes)
+    return select_ring_samples(config, ring, windows)
 
 
 def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> list[Problem]:
