@@ -18,7 +18,7 @@ from eagle3.data.store_format import load_manifest
 from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.errors import ProblemsError
 from eagle3.wiring import WiringContract, check_dataset
-from eagle3.wiring.fingerprint_check import check_stored_fingerprint
+from eagle3.wiring.fingerprint_check import _float8, check_stored_fingerprint
 from tests.stores import (
     HIDDEN,
     INDICES,
@@ -275,3 +275,9 @@ def test_a_resumed_store_keeps_its_fingerprint_unless_its_shard_is_redone(tmp_pa
         assert load_manifest(folder).fingerprint is None
         store.write_shard(shards[0])
     assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_eight_bit_numbers_are_read_as_torch_reads_them() -> None:
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    found = torch.tensor([_float8(bytes([bits])) for bits in range(256)])
+    assert torch.equal(found.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9)) and found.isnan().sum() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from eagle3.data.store import verify
 from eagle3.errors import Problem, ProblemsError
 from tests.stores import rewrite_manifest
 
-from .cases import kinds, make_store
+from .cases import contract, kinds, make_store
 
 
 @pytest.fixture
@@ -193,3 +194,25 @@ def test_a_record_inside_the_store_or_of_something_else_is_refused(folder: Path)
             verify(folder, deep=True, resume=path)
         assert kinds(error.value) == [kind]
     assert thesis.read_text() == "mine\n" and not (folder / "record").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "raw", "kind", "said"),
+    [
+        ("aux_scales", struct.pack("<f", 3.0), "store.scale", "has numbers in its aux_scales"),
+        ("last_scales", struct.pack("<f", 0.0), "store.scale", "has numbers in its last_scales"),
+        ("aux_hidden_states", b"\x7f", "store.non_finite", "has NaN or infinity in its aux_hidden_states"),
+        ("last_hidden_states", b"\xff", "store.non_finite", "has NaN or infinity in its last_hidden_states"),
+    ],
+)
+def test_wrong_numbers_of_an_fp8_store_are_named(tmp_path: Path, tensor: str, raw: bytes, kind: str, said: str) -> None:
+    folder = make_store(tmp_path / "fp8", contract=contract(dtype="float8_e4m3fn"))
+    path = shard(folder, 1)
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    place = start + json.loads(data[8:start])[tensor]["data_offsets"][0]
+    data[place : place + len(raw)] = raw
+    path.write_bytes(data)
+    problems = verify(folder, deep=True)
+    assert [problem.kind for problem in problems] == ["store.checksum", kind]
+    assert f"'s2' {said}" in problems[1].message
