@@ -236,6 +236,13 @@ def test_resuming_with_other_weights_of_the_target_is_refused(tmp_path: Path) ->
     assert kinds(error.value) == ["store.other_target"]
 
 
+def test_resuming_with_other_rows_of_the_last_hidden_states_is_refused(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "store")
+    with pytest.raises(ProblemsError, match="begun with 'supervised', this run has 'all'") as error:
+        writer(folder, last_rows="all")
+    assert kinds(error.value) == ["store.other_settings"]
+
+
 def test_tuples_in_settings_are_the_lists_they_become(tmp_path: Path) -> None:
     make_store(tmp_path / "store", settings={"output_indices": (1, 3, 4)})
     with writer(tmp_path / "store", settings={"output_indices": [1, 3, 4]}) as store:

@@ -146,6 +146,12 @@ def test_other_conversations_are_merged_only_if_that_is_allowed(tmp_path: Path, 
     assert len(settings) == 3
 
 
+def test_stores_with_other_rows_of_the_last_hidden_states_are_not_merged(tmp_path: Path, first: Path) -> None:
+    other = store(tmp_path / "other", ["x", "y"], last_rows="all")
+    error = refusal(lambda: merge(tmp_path / "out", [first, other]))
+    assert kinds(error) == ["merge.last_rows"] and "has last hidden states for all tokens" in str(error)
+
+
 def test_a_sample_that_is_in_two_stores_is_named(tmp_path: Path, first: Path, second: Path) -> None:
     third = store(tmp_path / "third", ["h", "b", "z"])
     error = refusal(lambda: merge(tmp_path / "out", [first, second, third]))

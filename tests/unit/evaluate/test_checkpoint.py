@@ -49,6 +49,21 @@ def test_every_difference_between_checkpoint_and_dataset_is_listed(run: Run, tmp
     assert kinds == {"contract.output_indices", "contract.tokenizer_digest", "contract.target_name"}
 
 
+def test_a_store_of_another_type_will_do(run: Run, tmp_path: Path) -> None:
+    """A drafter that learned from an fp8 store is evaluated on its target's own states."""
+    contract = replace(StoreReader(run.dataset).contract, dtype="float8_e4m3fn")
+    halved = [
+        replace(
+            sample,
+            aux_hidden_states=sample.aux_hidden_states.bfloat16(),
+            last_hidden_states=sample.last_hidden_states.bfloat16(),
+        )
+        for sample in make_samples(MASKS)
+    ]
+    store = make_store(tmp_path / "fp8", contract, make_target_config(), halved)
+    assert evaluate_checkpoint(run.folder, store, 3).result.rounds > 20
+
+
 def test_a_folder_that_is_none_of_ours_is_named(tmp_path: Path, run: Run) -> None:
     with pytest.raises(ProblemsError) as caught:
         evaluate_checkpoint(tmp_path, run.dataset, 3)

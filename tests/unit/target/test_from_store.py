@@ -126,6 +126,20 @@ def test_a_narrow_type_is_not_widened(target: Path, old: Path, tmp_path: Path, m
         run_extract(again(target, tmp_path / "narrow", tmp_path / "wide", output_indices=[1], store_dtype="float32"))
 
 
+@pytest.mark.parametrize(("there", "wanted"), [("all", "supervised"), ("supervised", "all")])
+def test_last_hidden_states_that_are_not_there_run_the_target(
+    target: Path, old: Path, tmp_path: Path, there: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_extract(again(target, old, tmp_path / "first", output_indices=[1, 5], last_hidden_rows=there))
+    monkeypatch.setattr(extract, "load_model", never)
+    cfg = again(target, tmp_path / "first", tmp_path / "second", output_indices=[5], last_hidden_rows=wanted)
+    if there == "all":
+        assert run_extract(cfg).extracted == len(StoreReader(tmp_path / "second"))
+        return
+    with pytest.raises(AssertionError, match="the target ran"):
+        run_extract(cfg)
+
+
 def test_a_store_is_never_changed_in_place(target: Path, old: Path) -> None:
     before = files(old)
     with pytest.raises(ProblemsError) as error:
