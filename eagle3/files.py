@@ -11,11 +11,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from stat import S_ISREG
 from typing import Any
 
@@ -23,6 +24,22 @@ from eagle3.errors import problem_error
 
 TEMPORARY_SUFFIX = ".tmp"
 _CHUNK_BYTES = 1 << 20
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
+
+
+def is_url(place: str | PurePath) -> bool:
+    """Whether it names a place in an object store; a path made of a URL has lost one slash, and counts."""
+    return bool(_URL.match(str(place)))
+
+
+def refuse_url(place: str | PurePath, what: str, fix: str) -> None:
+    """Refuses a URL where only a local folder will do.
+
+    Raises:
+        ProblemsError: kind `remote.not_here`.
+    """
+    if is_url(place):
+        raise problem_error(str(place), "remote.not_here", f"{what} must be a local folder", fix)
 
 
 @contextmanager

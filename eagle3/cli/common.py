@@ -9,12 +9,14 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from eagle3.config import Section, field_help, load_config
+from eagle3.config import CacheSection, Section, field_help, load_config
 from eagle3.errors import EXIT_PROBLEMS, ProblemsError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config, e.g. one of configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, see below.")]
+Cache = Annotated[Path | None, typer.Option(help="Of a store at a URL: local folder that it is read through.")]
+CacheBytes = Annotated[int | None, typer.Option(min=1, help="Most bytes in that folder; default: 100 GiB.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -36,6 +38,14 @@ def epilog(model: type[Section]) -> str:
     """The config's fields as help text: one source with the config itself."""
     lines = [f"{key} [{default}]: {text}" for key, default, text in field_help(model)]
     return "\b\nConfig keys, with their defaults:\n" + "\n".join(lines)
+
+
+def cache_section(folder: Path | None, max_bytes: int | None) -> CacheSection | None:
+    """What the options `--cache` and `--cache-max-bytes` say; None without a folder."""
+    if folder is None:
+        return None
+    limit = {} if max_bytes is None else {"max_bytes": max_bytes}
+    return CacheSection(folder=str(folder), **limit)
 
 
 def run_config(model: type[ConfigT], path: Path | None, overrides: list[str] | None) -> ConfigT:

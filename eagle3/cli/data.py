@@ -10,23 +10,37 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
+from eagle3.cli.common import (
+    AsJson,
+    Cache,
+    CacheBytes,
+    ConfigFile,
+    Overrides,
+    cache_section,
+    epilog,
+    problems_as,
+    run_config,
+)
 from eagle3.config import ExtractConfig, ImportConfig
 from eagle3.errors import problem_error
+from eagle3.files import is_url
 
 data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
 
 Workers = Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core, 8 at most.")]
+CopyWorkers = Annotated[int, typer.Option(min=1, max=64, help="Files at a time.")]
 Link = Annotated[bool, typer.Option("--link", help="Hard links instead of copies, where the file system allows.")]
 Resume = Annotated[Path | None, typer.Option(help="Remember in this file what was found whole, and go on from it.")]
 
 
 @data_app.command("verify")
 def data_verify(
-    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    folder: Annotated[str, typer.Argument(help="Hidden-state store: folder or URL.")],
     deep: Annotated[bool, typer.Option("--deep/--quick", help="Read every byte, or sizes and headers only.")] = True,
     workers: Workers = None,
     resume: Resume = None,
+    cache: Cache = None,
+    cache_max_bytes: CacheBytes = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether a store is whole; exit code 0 or 2."""
@@ -34,7 +48,12 @@ def data_verify(
     from eagle3.wiring.report import exit_code, render_json, render_text
 
     with problems_as(as_json):
-        problems = verify(folder, deep, workers=workers, resume=resume)
+        if is_url(folder):
+            from eagle3.data.remote_verify import verify_remote
+
+            problems = verify_remote(folder, deep, cache_section(cache, cache_max_bytes), workers, resume)
+        else:
+            problems = verify(folder, deep, workers=workers, resume=resume)
     print((render_json if as_json else render_text)(problems))
     raise typer.Exit(exit_code(problems))
 
@@ -62,10 +81,12 @@ def data_repair(
 
 @data_app.command("inspect")
 def data_inspect(
-    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    folder: Annotated[str, typer.Argument(help="Hidden-state store: folder or URL.")],
     sample: Annotated[str | None, typer.Option(help="Id of a sample to show; with --target alone: the first.")] = None,
     target: Annotated[str | None, typer.Option(help="Target's folder or hub id; default: as recorded.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="For the tokenizer's code.")] = False,
+    cache: Cache = None,
+    cache_max_bytes: CacheBytes = None,
     as_json: AsJson = False,
 ) -> None:
     """Contract, counts and histograms of a store, and a sample with its supervised tokens highlighted."""
@@ -75,7 +96,7 @@ def data_inspect(
         found = inspect_store(folder)
         shown = None
         if sample is not None or target is not None:
-            shown = sample_parts(folder, sample, target, trust_remote_code)
+            shown = sample_parts(folder, sample, target, trust_remote_code, cache_section(cache, cache_max_bytes))
     if as_json:
         print(json.dumps({**found, "sample": shown and sample_dict(*shown)}, indent=2, ensure_ascii=False))
         return
@@ -125,6 +146,30 @@ def data_split(
         reports = split_fraction(folder, out, fraction, seed or 0, link)
     for report in reports:
         print(report.render())
+
+
+@data_app.command("push")
+def data_push(
+    folder: Annotated[Path, typer.Argument(help="Hidden-state store.")],
+    url: Annotated[str, typer.Argument(help="Where it goes, e.g. s3://bucket/folder: a place of its own.")],
+    workers: CopyWorkers = 8,
+) -> None:
+    """A whole store to an object store, its manifest last; what was begun goes on."""
+    from eagle3.data.remote_copy import push
+
+    print(push(folder, url, workers).render())
+
+
+@data_app.command("pull")
+def data_pull(
+    url: Annotated[str, typer.Argument(help="Store in an object store.")],
+    folder: Annotated[Path, typer.Argument(help="New folder.")],
+    workers: CopyWorkers = 8,
+) -> None:
+    """A whole store from an object store, its manifest last; what was begun goes on."""
+    from eagle3.data.remote_copy import pull
+
+    print(pull(url, folder, workers).render())
 
 
 @data_app.command("estimate", epilog=epilog(ExtractConfig))

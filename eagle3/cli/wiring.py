@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from eagle3.cli.common import AsJson, problems_as
+from eagle3.cli.common import AsJson, Cache, CacheBytes, cache_section, problems_as
+from eagle3.config import CacheSection
 from eagle3.errors import problem_error
+from eagle3.files import is_url
 
 wiring_app = typer.Typer(help="Which layers a drafter is fed, by engine and version.", no_args_is_help=True)
 
@@ -33,7 +37,7 @@ def wiring_explain(
 @wiring_app.command("check")
 def wiring_check(
     checkpoint: Annotated[Path, typer.Argument(help="Exported draft checkpoint.")],
-    dataset: Annotated[Path | None, typer.Option(help="Hidden-state store it was trained on.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hidden-state store it was trained on: folder or URL.")] = None,
     target: Annotated[str | None, typer.Option(help="Target: known name, folder or config.json.")] = None,
     engine: Annotated[str, typer.Option(help="Serving engine: sglang or vllm.")] = "sglang",
     engine_version: EngineVersion = None,
@@ -41,6 +45,8 @@ def wiring_check(
         str | None, typer.Option(help="Output indices it was trained on, e.g. 2,30,58: for another tool's checkpoint.")
     ] = None,
     cuda_graphs: Annotated[bool, typer.Option(help="The server uses CUDA graphs (its default).")] = True,
+    cache: Cache = None,
+    cache_max_bytes: CacheBytes = None,
     as_json: AsJson = False,
 ) -> None:
     """Every reason why a server would feed this drafter other layers; exit code 0 or 2."""
@@ -48,10 +54,10 @@ def wiring_check(
     from eagle3.wiring.layers import parse_layers
     from eagle3.wiring.report import exit_code, render_json, render_text
 
-    with problems_as(as_json):
+    with problems_as(as_json), _local(dataset, cache_section(cache, cache_max_bytes)) as folder:
         problems = check_checkpoint(
             checkpoint,
-            dataset=dataset,
+            dataset=folder,
             target=target,
             engine=engine,
             engine_version=engine_version,
@@ -62,6 +68,18 @@ def wiring_check(
     if not problems and not as_json:
         print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
     raise typer.Exit(exit_code(problems))
+
+
+@contextmanager
+def _local(dataset: str | None, cache: CacheSection | None) -> Iterator[Path | None]:
+    """The folder of a store; of one at a URL, a folder that says what it holds."""
+    if dataset is None or not is_url(dataset):
+        yield None if dataset is None else Path(dataset)
+        return
+    from eagle3.data.remote_verify import wiring_view
+
+    with wiring_view(dataset, cache) as folder:
+        yield folder
 
 
 @wiring_app.command("probe")

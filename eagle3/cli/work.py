@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from eagle3.cli.common import ConfigFile, Overrides, epilog, run_config
+from eagle3.cli.common import Cache, CacheBytes, ConfigFile, Overrides, cache_section, epilog, run_config
 from eagle3.config import (
     ExtractConfig,
     RegenerateConfig,
@@ -38,7 +38,7 @@ def extract(
     config: ConfigFile = None,
     overrides: Overrides = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Extract another store's samples once more instead of `data`.")
+        str | None, typer.Option("--from", help="Extract another store's samples once more instead of `data`.")
     ] = None,
     dtype: Annotated[
         StoreType | None, typer.Option(help="Type of the stored states, for `store_dtype`; see docs/stores.md.")
@@ -52,7 +52,7 @@ def extract(
 
     Streamed, several processes share the work (docs/extraction.md).
     """
-    chosen = [] if source is None else [f"from_store={json.dumps(str(source))}"]
+    chosen = [] if source is None else [f"from_store={json.dumps(source)}"]
     chosen += [] if dtype is None else [f"store_dtype={_STORE_TYPES[dtype]}"]
     cfg = run_config(ExtractConfig, config, [*(overrides or []), *chosen])
     if stream and cfg.ring is None:
@@ -93,13 +93,17 @@ def train(
 @work_app.command()
 def evaluate(
     checkpoint: Annotated[Path, typer.Option(help="Run folder or exported checkpoint.")],
-    dataset: Annotated[Path, typer.Option(help="Held-out hidden-state store with the target's own answers.")],
+    dataset: Annotated[
+        str, typer.Option(help="Held-out hidden-state store (folder or URL) with the target's own answers.")
+    ],
     steps: Annotated[int, typer.Option(min=1, help="Draft steps a round.")] = 3,
+    cache: Cache = None,
+    cache_max_bytes: CacheBytes = None,
 ) -> None:
     """Acceptance that greedy serving would reach, from stored hidden states."""
     from eagle3.evaluate.checkpoint import evaluate_checkpoint
 
-    print(evaluate_checkpoint(checkpoint, dataset, steps).render())
+    print(evaluate_checkpoint(checkpoint, dataset, steps, cache_section(cache, cache_max_bytes)).render())
 
 
 @work_app.command(epilog=epilog(ServeConfig))

@@ -2,6 +2,7 @@
 
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
 from eagle3.config.schema import (
+    CacheSection,
     ConversationsConfig,
     DraftSection,
     ExtractConfig,
@@ -21,6 +22,7 @@ from eagle3.config.schema import (
 )
 
 __all__ = [
+    "CacheSection",
     "ConversationsConfig",
     "DraftSection",
     "ExtractConfig",

@@ -49,6 +49,17 @@ class TargetConfig(Section):
         return self.name or self.path.rstrip("/").split("/")[-1].lower()
 
 
+class CacheSection(Section):
+    """Where a store in an object store is read through, see docs/remote-stores.md."""
+
+    folder: PathText
+    """Local folder of its own; each process uses a folder `rank-N` in it."""
+    max_bytes: PositiveInt = 100 << 30
+    """Most bytes that each process keeps there."""
+    threads: Annotated[int, Field(gt=0, le=256, strict=True)] = 16
+    """Samples that are fetched at a time, before they are read."""
+
+
 class ConversationsConfig(Section):
     """Where conversations come from and how they become token ids."""
 
@@ -154,7 +165,8 @@ class ExtractConfig(Section):
     target: TargetConfig
     data: ConversationsConfig | None = None
     from_store: PathText | None = None
-    """A store whose own token ids and loss masks are extracted once more; `data` is not read then."""
+    """A store (folder or URL) whose own token ids and loss masks are extracted once more; `data` is not read then."""
+    cache: CacheSection | None = None
     output_indices: list[LayerIndex]
     """Decoder layers whose outputs are captured, e.g. `[2,30,58]` (0-based, ascending; -1 is the embedding)."""
     output: PathText
@@ -330,7 +342,8 @@ class TrainConfig(Section):
     """`eagle3 train`: fits a drafter on a hidden-state store."""
 
     dataset: PathText
-    """Folder of the hidden-state store, or of the ring."""
+    """Folder of the hidden-state store, or its URL (`s3://`, `gs://`, `hf://`); or folder of the ring."""
+    cache: CacheSection | None = None
     ring: RingReadSection | None = None
     """Train from a ring in place of a store, as `--stream` does."""
     output: PathText
@@ -340,7 +353,7 @@ class TrainConfig(Section):
     target: TargetConfig | None = None
     """The target to hold the dataset's contract against (config and tokenizer are compared); optional."""
     eval_dataset: PathText | None = None
-    """Held-out store; default: `eval_fraction` of the dataset."""
+    """Held-out store, folder or URL; default: `eval_fraction` of the dataset."""
     allow_incomplete: bool = False
     """Train on a store whose extraction has not ended."""
     eval_fraction: Fraction = 0.05

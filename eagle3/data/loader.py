@@ -199,13 +199,15 @@ def load_windows(
         rank: of this process.
         threads: that read, see `RowReader`.
     """
-    with RowReader(reader, threads) as states:
+    groups = [[indices[i] for micro_batch in window for row in micro_batch[rank] for i in row] for window in windows]
+    with reader.ahead(groups) as done, RowReader(reader, threads) as states:
         ahead = None
         for window in windows:
             samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
             ahead, current = _begin(reader, states, samples, max_length), ahead
             if current is not None:
                 wait_for(current[1])
+                done(1)
                 yield current[0]
         if ahead is not None:
             wait_for(ahead[1])

@@ -59,7 +59,7 @@ class RingReader:
     """
 
     def __init__(self, folder: Path, wait_seconds: float) -> None:
-        self.folder = folder
+        self.folder, self.name = folder, str(folder)
         self._wait_seconds = wait_seconds
         self._writer = Watch(folder / WRITER_FILE)
         self._pulse: Pulse | None = None

@@ -17,7 +17,6 @@ from eagle3.wiring.safetensors_header import read_header
 
 _THREADS = 8
 _JOB_BYTES = 16 << 20
-_OPEN_SHARDS = 64
 
 _Piece = tuple[str, int, memoryview]
 """Tensor, the byte in it where the piece begins, and the memory to fill."""
@@ -48,7 +47,7 @@ class RowReader:
     def __init__(self, reader: StoreReader, threads: int | None = None) -> None:
         self._reader = reader
         self._pool = ThreadPoolExecutor(threads or _THREADS, thread_name_prefix="read_rows")
-        self._open = lru_cache(maxsize=_OPEN_SHARDS)(_Shard)
+        self._open = lru_cache(maxsize=reader.keeps_open)(_Shard)
 
     def read(self, index: int, parts: Sequence[Part]) -> list[Future[None]]:
         """Begins to read rows of the shard that a sample is in.
@@ -58,7 +57,8 @@ class RowReader:
             parts: what to read, and where to.
 
         Returns:
-            the reads; one whose file has become shorter raises `ProblemsError`, which names shard and sample.
+            the reads; one whose file has become shorter, or cannot be fetched, raises `ProblemsError`, which names
+            shard and sample.
         """
         return [self._pool.submit(self._fill, index, pieces) for pieces in _jobs(parts)]
 
@@ -70,12 +70,13 @@ class RowReader:
         self._open.cache_clear()
 
     def _fill(self, index: int, pieces: Sequence[_Piece]) -> None:
-        shard = self._open(self._reader.folder / self._reader.place(index).file)
-        for name, begin, memory in pieces:
-            if not shard.read(name, begin, memory):
-                where = f"{shard.path}: sample {self._reader.samples[index].id!r}"
-                fix = "run `eagle3 data verify`, then `eagle3 extract` again"
-                raise problem_error(where, "store.shard_truncated", "the file has become shorter while in use", fix)
+        with self._reader.held(index):
+            shard = self._open(self._reader.folder / self._reader.place(index).file)
+            for name, begin, memory in pieces:
+                if not shard.read(name, begin, memory):
+                    message = "the file has become shorter while in use"
+                    fix = "run `eagle3 data verify`, then `eagle3 extract` again"
+                    raise problem_error(self._reader.where(index), "store.shard_truncated", message, fix)
 
 
 def _jobs(parts: Sequence[Part]) -> Iterator[list[_Piece]]:

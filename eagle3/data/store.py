@@ -5,9 +5,11 @@ Legend: T tokens of a sample, H target hidden, V target vocab.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
@@ -25,6 +27,7 @@ from eagle3.wiring.contract import WiringContract
 __all__ = ["StoreReader", "StoreWriter", "StoredSample", "verify"]
 
 _OPEN_SHARDS = 32
+_OPEN_FILES = 64
 
 
 class Place(NamedTuple):
@@ -38,6 +41,13 @@ class Place(NamedTuple):
 class StoreReader:
     """A store that is whole. Opening it reads the manifest and each file's header; states are mapped when read.
 
+    `RemoteStoreReader` is the same for a store at a URL; `eagle3.data.open_reader.open_reader` gives the right one.
+
+    Attributes:
+        folder: where its manifest and target head lie.
+        name: the folder or the URL, for messages.
+        keeps_open: files that a consumer may keep open.
+
     Args:
         folder: of the store.
         expected: the contract that the caller needs.
@@ -47,10 +57,12 @@ class StoreReader:
         ProblemsError: anything that `eagle3.data.store_check.check_store` finds, all of it.
     """
 
+    keeps_open = _OPEN_FILES
+
     def __init__(
         self, folder: Path | str, expected: WiringContract | None = None, allow_incomplete: bool = False
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self.name = Path(folder), str(folder)
         manifest = load_manifest(self.folder)
         problems = check_store(self.folder, manifest, expected)
         if allow_incomplete:
@@ -62,7 +74,7 @@ class StoreReader:
     def of_manifest(cls, folder: Path, manifest: Manifest) -> Self:
         """What a manifest lists, as it is: the caller has checked the files."""
         reader = cls.__new__(cls)
-        reader.folder = folder
+        reader.folder, reader.name = folder, str(folder)
         reader._take(manifest)
         return reader
 
@@ -77,10 +89,29 @@ class StoreReader:
         for shard in manifest.shards:
             self.samples += shard.samples
             self._places += [Place(shard.file, *rows) for rows in sample_rows(shard.samples, manifest.layout)]
-        self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda file: safe_open(self.folder / file, "pt"))
+        self._open: Callable[[str], Any] = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @contextmanager
+    def ahead(self, groups: Sequence[Sequence[int]], tokens_only: bool = False) -> Iterator[Callable[[int], None]]:
+        """Says what will be read while the block runs, so that a store elsewhere can fetch it beforehand.
+
+        Args:
+            groups: indices of samples, in order; those of a group are read together.
+            tokens_only: their states are not read.
+
+        Yields:
+            `done(count)`: so many more groups have been read.
+        """
+        del groups, tokens_only
+        yield lambda count: None
+
+    def held(self, index: int) -> AbstractContextManager[object]:
+        """While it is entered, the file that `place` names is there."""
+        del index
+        return nullcontext()
 
     def read(self, index: int) -> StoredSample:
         """Sample `index` (0-based, manifest order); its tensors are mapped from disk, not loaded, but for fp8 states,
@@ -105,6 +136,10 @@ class StoreReader:
         """Where sample `index` is."""
         return self._places[index]
 
+    def where(self, index: int) -> str:
+        """Shard and id of sample `index`, for messages."""
+        return f"{self.folder / self._places[index].file}: sample {self.samples[index].id!r}"
+
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
         tensors = load_file(self.folder / TARGET_HEAD_FILE)
@@ -114,16 +149,19 @@ class StoreReader:
         """An id outside the vocabulary would fail far from here, on a GPU without saying where; a wrong mask would pair
         tokens with last hidden states of others.
         """
-        where = f"{self.folder / self._places[index].file}: sample {self.samples[index].id!r}"
         fix = "run `eagle3 data repair`, then `eagle3 extract` again"
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.contract.vocab_size:
             message = f"has token ids outside 0 to {self.contract.vocab_size - 1}: the shard is damaged"
-            raise problem_error(where, "store.ids_out_of_range", message, fix)
+            raise problem_error(self.where(index), "store.ids_out_of_range", message, fix)
         found, listed = int(loss_mask.sum(dtype=torch.int64)), self.samples[index].supervised
         if found != listed or int(loss_mask.max()) > 1:
             message = f"has {found} in its loss mask, the manifest lists {listed} supervised tokens: one is damaged"
-            raise problem_error(where, "store.loss_mask", message, fix)
+            raise problem_error(self.where(index), "store.loss_mask", message, fix)
+
+    def _map(self, file: str) -> Any:
+        return safe_open(self.folder / file, "pt")
 
     def _slice(self, place: Place, name: str) -> torch.Tensor:
         rows = place.last if name.startswith("last") else place.rows
-        return self._open(place.file).get_slice(name)[rows]
+        rows_of: torch.Tensor = self._open(place.file).get_slice(name)[rows]
+        return rows_of

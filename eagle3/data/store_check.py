@@ -44,19 +44,24 @@ def check_store(folder: Path, manifest: Manifest, expected: WiringContract | Non
     listed = {shard.file for shard in manifest.shards}
     for path in shard_files(folder):
         if path.name not in listed:
-            message = "is not in the manifest (a writer is at work or was killed before it listed the shard)"
-            problems.append(Problem(str(path), "store.shard_unlisted", message, REDO))
+            problems.append(unlisted(str(path)))
     if not problems:
         problems += check_stored_fingerprint(folder, manifest.to_dict(), manifest.contract)
+    return problems + check_whole(str(folder), manifest, expected)
+
+
+def check_whole(where: str, manifest: Manifest, expected: WiringContract | None = None) -> list[Problem]:
+    """Whether a manifest lists all samples, at least one, under the contract that is expected."""
+    problems = []
     held, planned = sum(len(shard.samples) for shard in manifest.shards), manifest.settings.get(SAMPLE_COUNT)
     if manifest.shards and isinstance(planned, int) and held < planned:
         message = f"holds {held:,} of {planned:,} samples: its extraction has not ended"
         fix = "run `eagle3 extract` with the same settings to its end"
-        problems.append(Problem(str(folder), INCOMPLETE, message, fix))
+        problems.append(Problem(where, INCOMPLETE, message, fix))
     if not manifest.shards:
-        problems.append(Problem(str(folder), "store.empty", "holds no sample yet", "run `eagle3 extract` to its end"))
+        problems.append(Problem(where, "store.empty", "holds no sample yet", "run `eagle3 extract` to its end"))
     if expected is not None:
-        problems += manifest.contract.compare(expected, str(folder), "what is expected")
+        problems += manifest.contract.compare(expected, where, "what is expected")
     return problems
 
 
@@ -66,14 +71,25 @@ def is_complete(folder: Path, manifest: Manifest, ids: Iterable[str]) -> bool:
     return held == set(ids) and not check_store(folder, manifest)
 
 
+def unlisted(where: str) -> Problem:
+    """A shard that the manifest does not name."""
+    message = "is not in the manifest (a writer is at work or was killed before it listed the shard)"
+    return Problem(where, "store.shard_unlisted", message, REDO)
+
+
 def check_shard(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:
     """Size, header, tensors and sample list of one shard, without reading its states."""
     if _is_as_written(folder, shard, layout):
         return []
-    where, inside = str(folder / shard.file), samples_said(shard)
-    header = _checked_header(folder, shard, "shard", inside)
+    header = _checked_header(folder, shard)
     if not isinstance(header, Header):
         return header
+    return check_header(header, shard, layout, str(folder / shard.file))
+
+
+def check_header(header: Header, shard: ShardInfo, layout: StoreLayout, where: str) -> list[Problem]:
+    """Tensors and sample list of a shard's header."""
+    inside = samples_said(shard)
     problems = _check_sample_list(header.metadata.get(METADATA_KEY), shard, layout.version, where)
     found = {name: (info.dtype, tuple(info.shape)) for name, info in header.tensors.items()}
     expected = layout.tensors(shard.tokens, shard.supervised)
@@ -100,7 +116,7 @@ def _is_as_written(folder: Path, shard: ShardInfo, layout: StoreLayout) -> bool:
 
 def check_target_head(folder: Path, manifest: Manifest) -> list[Problem]:
     """Size, header and tensors of the target's embedding, final norm and head."""
-    header = _checked_header(folder, manifest.target_head, "target_head", "")
+    header = _checked_header(folder, manifest.target_head)
     if not isinstance(header, Header):
         return header
     found = {name: tuple(info.shape) for name, info in header.tensors.items()}
@@ -120,19 +136,27 @@ def target_head_shapes(contract: WiringContract) -> dict[str, tuple[int, ...]]:
     return {"embed_tokens.weight": matrix, "norm.weight": (contract.hidden_size,), "lm_head.weight": matrix}
 
 
-def _checked_header(folder: Path, file: FileInfo, what: str, inside: str) -> Header | list[Problem]:
+def _checked_header(folder: Path, file: FileInfo) -> Header | list[Problem]:
     path = folder / file.file
-    if not path.is_file():
-        return [Problem(str(path), f"store.{what}_missing", f"is listed, but not there {inside}".rstrip(), REDO)]
-    size = path.stat().st_size
-    if size != file.bytes:
-        kind = "truncated" if size < file.bytes else "extra_bytes"
-        message = f"has {size} bytes, the manifest says {file.bytes} {inside}".rstrip()
-        return [Problem(str(path), f"store.{what}_{kind}", message, REDO)]
+    if problem := check_size(str(path), path.stat().st_size if path.is_file() else None, file):
+        return [problem]
     try:
         return read_header(path)
     except ProblemsError as error:
+        inside = samples_said(file)
         return [Problem(str(path), item.kind, f"{item.message} {inside}".rstrip(), REDO) for item in error.problems]
+
+
+def check_size(where: str, size: int | None, file: FileInfo) -> Problem | None:
+    """Whether a file has the bytes that the manifest says; no size: it is not there."""
+    what, inside = "shard" if isinstance(file, ShardInfo) else "target_head", samples_said(file)
+    if size is None:
+        return Problem(where, f"store.{what}_missing", f"is listed, but not there {inside}".rstrip(), REDO)
+    if size == file.bytes:
+        return None
+    kind = "truncated" if size < file.bytes else "extra_bytes"
+    message = f"has {size} bytes, the manifest says {file.bytes} {inside}".rstrip()
+    return Problem(where, f"store.{what}_{kind}", message, REDO)
 
 
 def _check_sample_list(text: str | None, shard: ShardInfo, version: int, where: str) -> list[Problem]:

@@ -27,7 +27,7 @@ from eagle3.data.store_format import (
 from eagle3.data.store_layout import StoreLayout
 from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import TEMPORARY_SUFFIX
+from eagle3.files import TEMPORARY_SUFFIX, refuse_url
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.dataset import RING_FILE
 
@@ -116,6 +116,7 @@ def check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> li
 
 def check_output(folder: Path) -> list[Problem]:
     """Finds a folder that is neither new nor a store: what is in it is somebody's, so nothing is written there."""
+    refuse_url(folder, "the output", "write to a local folder, then run `eagle3 data push FOLDER URL`")
     if not folder.exists() or (folder / MANIFEST_FILE).exists():
         return []
     if not folder.is_dir():

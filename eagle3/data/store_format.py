@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from eagle3.data.store_layout import VERSIONS, LastRows, StoreLayout
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
-from eagle3.files import parse_json_file, read_file, write_json_atomic
+from eagle3.files import parse_json_file, read_file, refuse_url, write_json_atomic
 from eagle3.sealed import SEAL, check_seal, write_sealed
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.dataset import RING_FILE
@@ -114,10 +114,14 @@ SAMPLE_COUNT = "sample_count"
 """Setting that says how many samples a store has when it is complete."""
 
 
+def is_shard_name(name: str) -> bool:
+    return _SHARD_NAME.fullmatch(name) is not None
+
+
 def shard_files(folder: Path) -> list[Path]:
     """Every file in the folder that has a shard's name, listed in the manifest or not."""
     names = sorted(path.name for path in folder.iterdir())  # paths compare far slower
-    return [folder / name for name in names if _SHARD_NAME.fullmatch(name)]
+    return [folder / name for name in names if is_shard_name(name)]
 
 
 def shard_metadata(samples: Iterable[SampleInfo], version: int) -> dict[str, Any]:
@@ -144,6 +148,7 @@ def load_manifest(folder: Path) -> Manifest:
         ProblemsError: it is missing, not JSON, of another format or version, or breaks the format anywhere
             (every place is named).
     """
+    refuse_url(folder, "the store of this command", "run `eagle3 data pull URL FOLDER`, and give that folder")
     path = folder / MANIFEST_FILE
     if not path.exists() and (folder / RING_FILE).exists():
         fix = "train from it with `eagle3 train --stream`; for a store, extract without --stream into another folder"

@@ -10,10 +10,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from eagle3.config import CacheSection
 from eagle3.data.chat import load_tokenizer, tokenizer_digest
-from eagle3.data.store import StoreReader
+from eagle3.data.open_reader import open_reader
 from eagle3.data.store_format import Manifest, SampleInfo, load_manifest
 from eagle3.errors import problem_error
+from eagle3.files import is_url
 from eagle3.wiring.layers import describe_layers
 from eagle3.wiring.report import ExplainRow, aligned, explain_wiring, render_explain
 
@@ -27,12 +29,18 @@ Part = tuple[str, bool]
 
 
 def inspect_store(folder: Path | str) -> dict[str, Any]:
-    """JSON values that describe a store; docs/stores.md lists them. Reads the manifest only.
+    """JSON values that describe a store, in a folder or at a URL; docs/stores.md lists them. Reads the manifest only.
 
     Raises:
         ProblemsError: the manifest cannot be read.
     """
-    manifest = load_manifest(Path(folder))
+    if is_url(folder):
+        from eagle3.data.remote_folder import RemoteFolder
+        from eagle3.data.remote_store import read_remote_manifest
+
+        manifest = read_remote_manifest(RemoteFolder(str(folder)))[1]
+    else:
+        manifest = load_manifest(Path(folder))
     contract, samples = manifest.contract, [sample for shard in manifest.shards for sample in shard.samples]
     tokens, size = sum(sample.tokens for sample in samples), sum(shard.bytes for shard in manifest.shards)
     return {
@@ -89,7 +97,11 @@ def render_inspection(found: Mapping[str, Any]) -> str:
 
 
 def sample_parts(
-    folder: Path | str, sample_id: str | None = None, target: str | None = None, trust_remote_code: bool = False
+    folder: Path | str,
+    sample_id: str | None = None,
+    target: str | None = None,
+    trust_remote_code: bool = False,
+    cache: CacheSection | None = None,
 ) -> tuple[str, list[Part]]:
     """A sample's id, and its text by the target's tokenizer, cut where supervision begins and ends.
 
@@ -99,11 +111,12 @@ def sample_parts(
         sample_id: default: the first sample.
         target: folder or hub id of the target; default: where extraction read it.
         trust_remote_code: for a tokenizer that has its own code.
+        cache: of a store at a URL.
 
     Raises:
         ProblemsError: the store is not whole or lacks the sample; the tokenizer cannot be loaded or is another one.
     """
-    reader = StoreReader(folder)
+    reader = open_reader(folder, cache)
     ids = [sample.id for sample in reader.samples]
     if sample_id is not None and sample_id not in ids:
         fix = f"give one of its {len(ids):,} samples, e.g. {ids[0]}"

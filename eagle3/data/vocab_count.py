@@ -21,8 +21,9 @@ def count_supervised(reader: StoreReader, indices: Iterable[int] | None = None) 
         reader: the store.
         indices: samples to count (default: all), e.g. the training part.
     """
-    chosen = range(len(reader)) if indices is None else indices
-    return count_tokens(map(reader.read_tokens, chosen), reader.contract.vocab_size)
+    chosen = list(range(len(reader)) if indices is None else indices)
+    with reader.ahead([[index] for index in chosen], tokens_only=True):
+        return count_tokens(map(reader.read_tokens, chosen), reader.contract.vocab_size)
 
 
 def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:

@@ -158,26 +158,29 @@ def acceptance(
     device = next(model.parameters()).device
     walks: list[list[Walk]] = [[] for _ in range(steps)]
     hits, terms = torch.zeros(steps, dtype=torch.int64), torch.zeros(steps, dtype=torch.int64)
-    for group in _groups(reader, chosen, batch_tokens):
-        samples = [reader.read(index) for index in group]
-        batch = collate([[sample] for sample in samples], max(len(sample.input_ids) for sample in samples))
-        batch = batch.to(device)
-        if not torch.isfinite(batch.aux).all():
-            names = ", ".join(sample.id for sample in samples if not torch.isfinite(sample.aux_hidden_states).all())
-            message = f"NaN or infinity in the hidden states of {names}; a drafter's NaN would count as a miss"
-            fix = "run `eagle3 data repair`, then `eagle3 extract` again"
-            raise problem_error(str(reader.folder), "store.non_finite", message, fix)
-        matches = draft_matches(model, batch, vocab, steps)
-        active = active_terms(batch.loss_mask, batch.document_ids, steps, "served")
-        hits += matches.sum((1, 2)).cpu()
-        terms += active.sum((1, 2)).cpu()
-        matches = matches.cpu()
-        for row, sample in enumerate(samples):
-            spans = answer_spans(sample.loss_mask)
-            for count in range(1, steps + 1):
-                walks[count - 1].append(walk(matches[:, row], spans, count))
-        if advance is not None:
-            advance(len(group))
+    groups = list(_groups(reader, chosen, batch_tokens))
+    with reader.ahead(groups) as done:
+        for group in groups:
+            samples = [reader.read(index) for index in group]
+            done(1)
+            batch = collate([[sample] for sample in samples], max(len(sample.input_ids) for sample in samples))
+            batch = batch.to(device)
+            if not torch.isfinite(batch.aux).all():
+                names = ", ".join(sample.id for sample in samples if not torch.isfinite(sample.aux_hidden_states).all())
+                message = f"NaN or infinity in the hidden states of {names}; a drafter's NaN would count as a miss"
+                fix = "run `eagle3 data repair`, then `eagle3 extract` again"
+                raise problem_error(reader.name, "store.non_finite", message, fix)
+            matches = draft_matches(model, batch, vocab, steps)
+            active = active_terms(batch.loss_mask, batch.document_ids, steps, "served")
+            hits += matches.sum((1, 2)).cpu()
+            terms += active.sum((1, 2)).cpu()
+            matches = matches.cpu()
+            for row, sample in enumerate(samples):
+                spans = answer_spans(sample.loss_mask)
+                for count in range(1, steps + 1):
+                    walks[count - 1].append(walk(matches[:, row], spans, count))
+            if advance is not None:
+                advance(len(group))
     accuracy = [ratio(hit, term) for hit, term in zip(hits.tolist(), terms.tolist(), strict=True)]
     return _result(walks, accuracy)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3.data.store import StoreReader
+from eagle3.config import CacheSection
+from eagle3.data.open_reader import open_reader
 from eagle3.errors import problem_error, raise_problems
 from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
 from eagle3.progress import progress
@@ -49,7 +50,9 @@ class EvaluationReport:
         )
 
 
-def evaluate_checkpoint(checkpoint: Path | str, dataset: Path | str, steps: int) -> EvaluationReport:
+def evaluate_checkpoint(
+    checkpoint: Path | str, dataset: Path | str, steps: int, cache: CacheSection | None = None
+) -> EvaluationReport:
     """Acceptance of a run's checkpoint or an exported folder on a store of the same target and layers.
 
     The embedding is taken from the store's target head, as a server takes the target's. Runs on the first GPU in
@@ -57,14 +60,15 @@ def evaluate_checkpoint(checkpoint: Path | str, dataset: Path | str, steps: int)
 
     Args:
         checkpoint: a run folder (its best checkpoint), one of its checkpoint folders, or an exported folder.
-        dataset: folder of the hidden-state store, of samples that were not trained on.
+        dataset: folder or URL of the hidden-state store, of samples that were not trained on.
         steps: drafts a round.
+        cache: of a store elsewhere.
 
     Raises:
         ProblemsError: the checkpoint is damaged; its contract and the store's differ in more than the states' type
             (every difference is listed).
     """
-    draft, reader = load_draft(checkpoint), StoreReader(dataset)
+    draft, reader = load_draft(checkpoint), open_reader(dataset, cache)
     names = f"checkpoint {checkpoint}", f"dataset {dataset}"
     differences = draft.contract.compare(reader.contract, *names, any_dtype=True)
     raise_problems(differences, f"cannot evaluate {checkpoint} on {dataset}")

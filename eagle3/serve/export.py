@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle3.config import ServeConfig
+from eagle3.config import ServeConfig, TrainConfig
+from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
-from eagle3.data.store import StoreReader
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import ProblemsError, problem_error, raise_problems
-from eagle3.files import atomic_folder, read_json, read_json_object, write_json_atomic
+from eagle3.files import atomic_folder, is_url, read_json, read_json_object, write_json_atomic
 from eagle3.serve.adapter import EMBEDDING, to_exported
 from eagle3.serve.draft_config import exported_config, is_exported_config
 from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
@@ -105,7 +105,7 @@ def export_run(cfg: ServeConfig) -> ExportReport:
     target = text_config(read_json_object(run / "target_config.json", "the target's config of a run"))
     context = cfg.context_length or served_context(target)
     config = exported_config(draft.config, ids, contract.wiring, context, cfg.dtype)
-    embedding = _target_embedding(Path(trained.dataset), contract) if cfg.include_embedding else None
+    embedding = _target_embedding(trained, contract) if cfg.include_embedding else None
     dtype = getattr(torch, cfg.dtype)
     tensors = to_exported(draft.state, draft.config, draft.vocab, dtype, embedding, str(checkpoint))
     with atomic_folder(output) as folder:
@@ -146,11 +146,12 @@ def _check_output(output: Path) -> None:
         raise problem_error(str(output), "export.output", message, fix)
 
 
-def _target_embedding(dataset: Path, contract: WiringContract) -> Tensor:
+def _target_embedding(trained: TrainConfig, contract: WiringContract) -> Tensor:
     """The target's embedding [V, H] from the store or ring that the run was trained on."""
-    if not (dataset / RING_FILE).exists():
-        return StoreReader(dataset, contract).target_head()[EMBEDDING]
-    ring = RingReader(dataset, wait_seconds=0)
+    dataset = trained.dataset
+    if is_url(dataset) or not (Path(dataset) / RING_FILE).exists():
+        return open_reader(dataset, trained.cache, contract).target_head()[EMBEDDING]
+    ring = RingReader(Path(dataset), wait_seconds=0)
     raise_problems(ring.contract.compare(contract, f"ring {dataset}", "run"))
     return ring.target_head()[EMBEDDING]
 

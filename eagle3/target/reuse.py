@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from safetensors.torch import load_file
 
+from eagle3.data.open_reader import open_reader
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_format import TARGET_HEAD_FILE
 from eagle3.target.plan import ExtractPlan
@@ -23,7 +24,8 @@ def changes(plan: ExtractPlan) -> list[str]:
     assert plan.cfg.from_store is not None
     source = plan.cfg.from_store
     lines = [
-        problem.message for problem in StoreReader(source).contract.compare(plan.contract, source, plan.cfg.output)
+        problem.message
+        for problem in open_reader(source, plan.cfg.cache).contract.compare(plan.contract, source, plan.cfg.output)
     ]
     return lines or ["both stores have the same contract"]
 
@@ -32,7 +34,7 @@ def reusable(plan: ExtractPlan) -> StoreReader | None:
     """The store to copy from: the same target in the same type, all layers and rows, no wider type; else None."""
     if plan.cfg.from_store is None:
         return None
-    reader = StoreReader(plan.cfg.from_store)
+    reader = open_reader(plan.cfg.from_store, plan.cfg.cache)
     old, new = reader.contract, plan.contract
     narrower = old.dtype in (new.dtype, "float32") or (plan.layout.scaled and old.dtype == "bfloat16")
     rows = reader.layout.last_rows in ("all", plan.layout.last_rows)
@@ -49,8 +51,11 @@ def copy_states(plan: ExtractPlan, reader: StoreReader, write: Write[Done]) -> D
     places = {sample.id: index for index, sample in enumerate(reader.samples)}
 
     def make(missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
-        for index in missing:
-            yield index, _copied(reader, places[plan.samples[index].id], slots, plan.layout.value_dtype)
+        chosen = [places[plan.samples[index].id] for index in missing]
+        with reader.ahead([[place] for place in chosen]) as done:
+            for index, place in zip(missing, chosen, strict=True):
+                yield index, _copied(reader, place, slots, plan.layout.value_dtype)
+                done(1)
 
     return write(plan, load_file(reader.folder / TARGET_HEAD_FILE), make, label="copy")
 

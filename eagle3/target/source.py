@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.config import ConversationsConfig, ExtractConfig
 from eagle3.data.chat import PrepareReport, TokenSample, prepare_samples, tokenizer_digest
 from eagle3.data.conversations import load_conversations
-from eagle3.data.store import StoreReader
+from eagle3.data.open_reader import open_reader
 from eagle3.errors import Problem, raise_problems
+from eagle3.files import is_url
 from eagle3.target.identity import conversations_digest
 
 
@@ -38,7 +39,7 @@ def read_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
         ProblemsError: they cannot be used, or are another tokenizer's.
     """
     if cfg.from_store is not None:
-        return _from_store(Path(cfg.from_store), Path(cfg.output), tokenizer)
+        return _from_store(cfg, tokenizer)
     assert cfg.data is not None
     return _from_conversations(cfg.data, tokenizer)
 
@@ -58,21 +59,24 @@ def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenize
     return Source(samples, prepared, settings, data.skip_bad)
 
 
-def _from_store(folder: Path, output: Path, tokenizer: PreTrainedTokenizerBase) -> Source:
-    if folder.resolve() == output.resolve():
+def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
+    assert cfg.from_store is not None
+    if not is_url(cfg.from_store) and Path(cfg.from_store).resolve() == Path(cfg.output).resolve():
         message = "is the store to extract from and the output: a store is never changed in place"
-        raise_problems([Problem(str(output), "extract.same_store", message, "give another output")])
-    reader = StoreReader(folder)
+        raise_problems([Problem(cfg.output, "extract.same_store", message, "give another output")])
+    reader = open_reader(cfg.from_store, cfg.cache)
     if reader.contract.tokenizer_digest != tokenizer_digest(tokenizer):
         message = "its token ids are those of another tokenizer than the target's"
         fix = "extract from the conversations, or give the target that the store was made for"
-        raise_problems([Problem(str(folder), "extract.other_tokenizer", message, fix)])
+        raise_problems([Problem(cfg.from_store, "extract.other_tokenizer", message, fix)])
     samples, digest = [], hashlib.sha256()
-    for index, info in enumerate(reader.samples):
-        input_ids, loss_mask = reader.read_tokens(index)
-        samples.append(TokenSample(info.id, input_ids.tolist(), loss_mask.tolist()))
-        digest.update(f"{info.id}\0{info.tokens}\0".encode())
-        digest.update(input_ids.contiguous().numpy().tobytes() + loss_mask.to(torch.uint8).numpy().tobytes())
+    with reader.ahead([[index] for index in range(len(reader))], tokens_only=True) as done:
+        for index, info in enumerate(reader.samples):
+            input_ids, loss_mask = reader.read_tokens(index)
+            samples.append(TokenSample(info.id, input_ids.tolist(), loss_mask.tolist()))
+            digest.update(f"{info.id}\0{info.tokens}\0".encode())
+            digest.update(input_ids.contiguous().numpy().tobytes() + loss_mask.to(torch.uint8).numpy().tobytes())
+            done(1)
     tokens = sum(info.tokens for info in reader.samples)
     prepared = PrepareReport(
         total=len(samples),

@@ -67,9 +67,12 @@ def evaluate(
 
 def _batches(samples: SampleSet, share: list[int], batch_size: int) -> Iterator[DraftBatch]:
     by_length = sorted(share, key=lambda index: samples.reader.samples[index].tokens)
-    for begin in range(0, len(by_length), batch_size):
-        rows = [[samples.reader.read(index)] for index in by_length[begin : begin + batch_size]]
-        yield collate(rows, samples.max_length)
+    groups = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
+    with samples.reader.ahead(groups) as done:
+        for group in groups:
+            rows = [[samples.reader.read(index)] for index in group]
+            done(1)
+            yield collate(rows, samples.max_length)
 
 
 def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerator: Accelerator) -> torch.Tensor:

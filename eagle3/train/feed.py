@@ -27,6 +27,11 @@ class Dataset(Protocol):
         ...
 
     @property
+    def name(self) -> str:
+        """Its folder or URL, for messages."""
+        ...
+
+    @property
     def contract(self) -> WiringContract:
         """What the states are."""
         ...

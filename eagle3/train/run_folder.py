@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eagle3.config import Section, TrackingSection, TrainConfig, dump_config, load_config
+from eagle3.config import CacheSection, Section, TrackingSection, TrainConfig, dump_config, load_config
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import (
@@ -33,6 +33,8 @@ _MAY_CHANGE = {
     "eval_dataset",
     "output",
     "keep_checkpoints",
+    "cache",
+    *(f"cache.{name}" for name in CacheSection.model_fields),
     "ring.wait_seconds",
     "ring.rewind",
     *(f"tracking.{name}" for name in TrackingSection.model_fields),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import torch
 
 from eagle3.config import TrainConfig
 from eagle3.data.loader import BatchPlan
+from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
@@ -133,8 +133,10 @@ def _heldout_store(config: TrainConfig, reader: Dataset, known: set[str], notes:
 
 
 def _usable(reader: StoreReader, max_length: int, notes: list[str]) -> list[int]:
-    usable = [index for index in range(len(reader)) if _is_supervised(reader, index, max_length)]
-    dropped, where = len(reader) - len(usable), str(reader.folder)
+    long = [[index] for index in range(len(reader)) if reader.samples[index].tokens > max_length]
+    with reader.ahead(long, tokens_only=True):
+        usable = [index for index in range(len(reader)) if _is_supervised(reader, index, max_length)]
+    dropped, where = len(reader) - len(usable), reader.name
     if not usable:
         message = f"none of its {len(reader)} samples has a supervised token in the first {max_length}"
         raise problem_error(where, "train.nothing_supervised", message, "raise max_length, or extract other samples")
@@ -161,7 +163,7 @@ def _split(indices: list[int], fraction: float, seed: int) -> tuple[list[int], l
 
 def _open_eval_dataset(config: TrainConfig, reader: Dataset) -> StoreReader:
     assert config.eval_dataset is not None
-    other = StoreReader(Path(config.eval_dataset))
+    other = open_reader(config.eval_dataset, config.cache)
     mine, theirs = f"eval_dataset {config.eval_dataset}", f"dataset {config.dataset}"
     raise_problems(other.contract.compare(reader.contract, mine, theirs, any_dtype=True))
     return other

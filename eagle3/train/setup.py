@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eagle3.config import DraftSection, TrainConfig
 from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
+from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
-from eagle3.data.store import StoreReader
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.init import start_fc_at_last_slot
 from eagle3.draft.loss import LastHiddenKind, TargetHead
@@ -23,6 +23,7 @@ from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.files import refuse_url
 from eagle3.target.resolve import find_target
 from eagle3.train.feed import Dataset
 from eagle3.train.ring_feed import check_ring, ring_windows
@@ -80,9 +81,10 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
 
 def _open_samples(config: TrainConfig, processes: int) -> Samples:
     if config.ring is None:
-        store = StoreReader(Path(config.dataset), allow_incomplete=config.allow_incomplete)
+        store = open_reader(config.dataset, config.cache, allow_incomplete=config.allow_incomplete)
         raise_problems(check_dataset_contract(config, store.contract), f"cannot train on {config.dataset}")
         return select_samples(config, store)
+    refuse_url(config.dataset, "a ring", "give a folder that extraction and training share; a store may lie at a URL")
     ring = RingReader(Path(config.dataset), config.ring.wait_seconds)
     windows = ring_windows(config, ring, processes)
     problems = check_dataset_contract(config, ring.contract) + check_ring(config, ring, windows)
@@ -123,7 +125,7 @@ def choose_vocab(draft: DraftSection, train: TrainSamples) -> tuple[DraftVocab, 
     if not isinstance(keep_ids, list) or not all(is_int(item) and abs(item) < 2**63 for item in keep_ids):
         message = f"settings.keep_ids is {str(keep_ids)[:60]}, expected the special tokens' ids"
         fix = "restore the manifest, or extract again into an empty folder"
-        raise problem_error(str(reader.folder), "store.keep_ids", message, fix)
+        raise problem_error(reader.name, "store.keep_ids", message, fix)
     vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, keep_ids)
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 

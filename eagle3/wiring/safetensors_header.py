@@ -74,7 +74,20 @@ def read_header(path: Path) -> Header:
         if _LENGTH_BYTES + length > file_bytes:
             message = f"ends inside its header: {file_bytes} bytes, expected at least {_LENGTH_BYTES + length}"
             raise problem_error(str(path), "safetensors.truncated", message, _RESTORE)
-        entries = _parse(path, handle.read(length))
+        return parse_header(handle.read(length), file_bytes, path)
+
+
+def parse_header(raw: bytes, file_bytes: int, path: Path | str) -> Header:
+    """The header of a file of that size.
+
+    Args:
+        raw: what follows the first eight bytes, which give its length.
+        path: what problems name.
+
+    Raises:
+        ProblemsError: as `read_header`.
+    """
+    length, entries = len(raw), _parse(path, raw)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise problem_error(str(path), "safetensors.format", "__metadata__ is not an object of strings", _RESTORE)
@@ -126,7 +139,7 @@ def _not_safetensors(path: Path, start: bytes, file_bytes: int) -> ProblemsError
     return problem_error(str(path), "safetensors.format", message, _RESTORE)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse(path: Path | str, raw: bytes) -> dict[str, Any]:
     try:
         entries = parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -137,7 +150,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return entries
 
 
-def _tensors(path: Path, entries: dict[str, Any]) -> dict[str, TensorInfo]:
+def _tensors(path: Path | str, entries: dict[str, Any]) -> dict[str, TensorInfo]:
     tensors, problems = {}, []
     for name, entry in entries.items():
         info = _tensor(entry)
@@ -169,7 +182,7 @@ def _is_sizes(value: Any) -> bool:
     )
 
 
-def _layout_problems(path: Path, header: Header) -> list[Problem]:
+def _layout_problems(path: Path | str, header: Header) -> list[Problem]:
     problems, end = [], 0
     for name, info in sorted(header.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != end:

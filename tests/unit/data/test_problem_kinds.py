@@ -16,15 +16,25 @@ MODULES = (
     "store_build",
     "store_merge",
     "store_split",
+    "remote_folder",
+    "remote_store",
+    "remote_copy",
+    "remote_verify",
+    "piece_cache",
+    "open_reader",
 )
-COMMANDS = ("verify", "inspect", "merge", "split")
-KIND = re.compile(r"(store|disk|verify|inspect|merge|split)\.[a-z_]+")
+COMMANDS = ("verify", "inspect", "merge", "split", "remote", "cache.")
+KIND = re.compile(r"(store|disk|verify|inspect|merge|split|remote|cache)\.[a-z_]+")
 
 
 def kinds_in_code() -> set[str]:
     """Literal kinds, and the second parts that are put behind `store.`."""
     found = set()
-    for path in [*(ROOT / f"eagle3/data/{name}.py" for name in MODULES), ROOT / "eagle3/cli/data.py"]:
+    for path in [
+        *(ROOT / f"eagle3/data/{name}.py" for name in MODULES),
+        ROOT / "eagle3/cli/data.py",
+        ROOT / "eagle3/files.py",
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and KIND.fullmatch(node.value):
                 found.add(node.value)

@@ -1,0 +1,333 @@
+"""A hidden-state store in an object store, read through a local cache.
+
+The cache holds, for each sample that was fetched, a shard of that sample alone, and for each shard a table of its
+samples' tokens, so that everything behind reads as from a local store.
+
+Legend: T tokens of a shard, t of a sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+
+from eagle3.data.piece_cache import Piece, PieceCache
+from eagle3.data.remote_folder import PUSH_MARK, RemoteFile, RemoteFolder, changed
+from eagle3.data.store import Place, StoreReader
+from eagle3.data.store_check import INCOMPLETE, check_header, check_size, check_target_head, check_whole, unlisted
+from eagle3.data.store_format import (
+    MANIFEST_FILE,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    is_shard_name,
+    parse_manifest,
+    sample_rows,
+)
+from eagle3.data.store_sample import StoredSample, header_metadata
+from eagle3.data.tensor_file import file_header
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
+from eagle3.files import parse_json
+from eagle3.sealed import check_seal
+from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.fingerprint_check import check_stored_fingerprint
+from eagle3.wiring.safetensors_header import Header, TensorInfo, parse_header
+
+_TOKEN_TENSORS = ("input_ids", "loss_mask")
+_CHUNK_BYTES = 16 << 20
+_FIRST_BYTES = 64 << 10
+_LENGTH_BYTES = 8
+_HEADER_BYTES = 8 << 10
+
+
+class RemoteStoreReader(StoreReader):
+    """As `StoreReader`, for a store that lies elsewhere. Opening it takes the manifest, one listing, the target head
+    and the fingerprint's sample; a shard's header is checked when its first sample is read.
+
+    Args:
+        remote: the store's folder.
+        cache: what it is read through.
+        expected: the contract that the caller needs.
+        allow_incomplete: take a store whose extraction has not ended.
+
+    Raises:
+        ProblemsError: kinds `remote.*`, `cache.*`, `disk.*`, and those of `StoreReader`.
+    """
+
+    keeps_open = 0
+
+    def __init__(
+        self,
+        remote: RemoteFolder,
+        cache: PieceCache,
+        expected: WiringContract | None = None,
+        allow_incomplete: bool = False,
+    ) -> None:
+        self._remote, self._cache, self.name = remote, cache, remote.url
+        raw, manifest = read_remote_manifest(remote)
+        self._files = remote.list()
+        problems = check_listing(remote, manifest, self._files)
+        problems += check_whole(remote.url, manifest, expected)
+        if allow_incomplete:
+            problems = [problem for problem in problems if problem.kind != INCOMPLETE]
+        title = f"cannot use the hidden states in {remote.url}"
+        raise_problems(problems, title)
+        store, version = cache_name(remote.url), hashlib.sha256(raw).hexdigest()[:16]
+        cache.forget(store, keep=version)
+        self._prefix = f"{store}/{version}"
+        self.folder = cache.folder / self._prefix
+        head = manifest.target_head
+        cache.check_fits(head.bytes + len(raw), "manifest and target head")
+        cache.hold(Piece(f"{self._prefix}/{MANIFEST_FILE}", lambda: len(raw), lambda path: _write(path, raw)))
+        fetch = partial(fetch_whole, remote, head, self._files[head.file])
+        cache.hold(Piece(f"{self._prefix}/{head.file}", lambda: head.bytes, fetch))
+        raise_problems(check_target_head(self.folder, manifest), title)
+        self._headers: dict[str, Header] = {}
+        self._take(manifest)
+        self._shards: list[tuple[ShardInfo, int]] = []
+        for shard in manifest.shards:
+            self._shards += [(shard, place) for place in range(len(shard.samples))]
+        self._places = [
+            Place(_sample_file(*at), *sample_rows([at[0].samples[at[1]]], self.layout)[0]) for at in self._shards
+        ]
+        self._open = self._map
+        raise_problems(self._check_fingerprint(manifest), title)
+
+    def read(self, index: int) -> StoredSample:
+        """Sample `index` (0-based, manifest order), in memory."""
+        with self.held(index):
+            sample = super().read(index)
+            tensors: dict[str, Any] = {
+                name: value.clone() for name, value in vars(sample).items() if isinstance(value, torch.Tensor)
+            }
+            return dataclasses.replace(sample, **tensors)
+
+    def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids int32 [t] and loss_mask bool [t] of sample `index`, without fetching its states."""
+        if self._piece(index).name in self._cache:
+            with self.held(index):
+                input_ids, loss_mask = super().read_tokens(index)
+                return input_ids.clone(), loss_mask.clone()
+        shard, place = self._shards[index]
+        rows = sample_rows(shard.samples[: place + 1], self.layout)[place][0]
+        with self._cache.held(self._table(shard)) as path, safe_open(path, "pt") as table:
+            input_ids, loss_mask = (table.get_slice(name)[rows].clone() for name in _TOKEN_TENSORS)
+        input_ids = input_ids.int()
+        self._check_tokens(index, input_ids, loss_mask)
+        return input_ids, loss_mask.bool()
+
+    @contextmanager
+    def ahead(self, groups: Sequence[Sequence[int]], tokens_only: bool = False) -> Iterator[Callable[[int], None]]:
+        """As that of `StoreReader`: fetches these samples as far as the cache has room.
+
+        Raises:
+            ProblemsError: kind `cache.too_small`, two groups that follow each other do not fit.
+        """
+        if tokens_only:
+            used = (self._shards[index][0] for group in groups for index in group)
+            shards = list({shard.file: shard for shard in used}.values())
+            with self._cache.ahead([self._table(shard).name for shard in shards], lambda at: self._table(shards[at])):
+                yield lambda count: None
+            return
+        sizes = [sum(map(self._about, group)) for group in groups]
+        most = max((sum(sizes[at : at + 2]) for at in range(len(sizes))), default=0)
+        self._cache.check_fits(most, "the samples of a step and of the next one")
+        order = [index for group in groups for index in group]
+        left = iter(groups)
+        with self._cache.ahead([self._piece(index).name for index in order], lambda at: self._piece(order[at])) as done:
+
+            def groups_done(count: int) -> None:
+                done(sum(len(next(left)) for _ in range(count)))
+
+            yield groups_done
+
+    def held(self, index: int) -> AbstractContextManager[object]:
+        """While it is entered, the sample's own shard is in the cache."""
+        return self._cache.held(self._piece(index))
+
+    def _piece(self, index: int) -> Piece:
+        """The shard that holds this sample alone."""
+        shard, place = self._shards[index]
+        name = f"{self._prefix}/{_sample_file(shard, place)}"
+        return Piece(name, partial(self._size, shard, place), partial(self._fetch, shard, place))
+
+    def _table(self, shard: ShardInfo) -> Piece:
+        """Token ids and loss masks of all samples of a shard."""
+        name = f"{self._prefix}/tokens-{shard.file}"
+        return Piece(name, partial(self._size, shard, None), partial(self._fetch, shard, None), kept=True)
+
+    def _about(self, index: int) -> int:
+        """Bytes of a sample in the cache, without asking for its header."""
+        shard, place = self._shards[index]
+        return shard.bytes * shard.samples[place].tokens // shard.tokens + _HEADER_BYTES
+
+    def _size(self, shard: ShardInfo, place: int | None) -> int:
+        head, stretches = self._content(shard, place)
+        return len(head) + sum(end - begin for begin, end in stretches)
+
+    def _fetch(self, shard: ShardInfo, place: int | None, path: Path) -> None:
+        """Writes a file of one sample, or of all samples' tokens, from byte ranges of the shard."""
+        said = f": sample {shard.samples[place].id!r}" if place is not None else ""
+        where = f"{self._remote.where(shard.file)}{said}"
+        head, stretches = self._content(shard, place)
+        with open(path, "wb") as target:
+            target.write(head)
+            for begin, end in stretches:
+                copy_bytes(self._remote, shard.file, begin, end, target, where)
+        check_unchanged(self._remote, shard.file, self._files[shard.file], where)
+
+    def _content(self, shard: ShardInfo, place: int | None) -> tuple[bytes, list[tuple[int, int]]]:
+        """The header of such a file, and the stretches of the shard that follow it."""
+        header = self._header(shard)
+        names = sorted(header.tensors, key=lambda name: header.tensors[name].begin)
+        layout, stretches = {}, []
+        for name in names if place is not None else [name for name in names if name in _TOKEN_TENSORS]:
+            info = header.tensors[name]
+            first, rows = self._rows(shard, place, name, info)
+            row_bytes = (info.end - info.begin) // max(info.shape[0], 1)
+            begin = header.data_start + info.begin + first * row_bytes
+            stretches.append((begin, begin + rows * row_bytes))
+            layout[name] = (info.dtype, (rows, *info.shape[1:]))
+        samples = shard.samples if place is None else shard.samples[place : place + 1]
+        return file_header(layout, header_metadata(samples, self.layout.version)), stretches
+
+    def _rows(self, shard: ShardInfo, place: int | None, name: str, info: TensorInfo) -> tuple[int, int]:
+        """(first row, rows) of a sample in a tensor of its shard; without a place, of all samples."""
+        if place is None:
+            return 0, info.shape[0]
+        rows, last = sample_rows(shard.samples[: place + 1], self.layout)[place]
+        chosen = last if name.startswith("last") else rows
+        return chosen.start, chosen.stop - chosen.start
+
+    def _header(self, shard: ShardInfo) -> Header:
+        """The shard's header, checked.
+
+        Raises:
+            ProblemsError: what `check_header` finds.
+        """
+        if shard.file not in self._headers:
+            where = self._remote.where(shard.file)
+            first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes))
+            length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+            if _LENGTH_BYTES + length > shard.bytes:
+                raise problem_error(where, "safetensors.format", "is not a safetensors file", "push the store again")
+            raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length))
+            header = parse_header(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], shard.bytes, where)
+            raise_problems(check_header(header, shard, self.layout, where))
+            self._headers[shard.file] = dataclasses.replace(header, metadata={})
+        return self._headers[shard.file]
+
+    def _check_fingerprint(self, manifest: Manifest) -> list[Problem]:
+        """Against its sample, which is fetched for it."""
+        value, known = manifest.to_dict(), manifest.fingerprint
+        index = next((at for at, info in enumerate(self.samples) if known and info.id == known.sample), None)
+        if index is None:
+            return check_stored_fingerprint(self.folder, value, self.contract)
+        with self.held(index):
+            info = self.samples[index]
+            value["shards"] = [{"file": self._places[index].file, "samples": [vars(info)]}]
+            found = check_stored_fingerprint(self.folder, value, self.contract)
+        return [dataclasses.replace(item, where=item.where.replace(str(self.folder), self.name)) for item in found]
+
+
+def read_remote_manifest(remote: RemoteFolder) -> tuple[bytes, Manifest]:
+    """The manifest as it is stored, and what it says.
+
+    Raises:
+        ProblemsError: kind `remote.push_unfinished`; those of `load_manifest` and `RemoteFolder`.
+    """
+    where = remote.where(MANIFEST_FILE)
+    try:
+        raw = remote.read_all(MANIFEST_FILE)
+    except ProblemsError as error:
+        if error.problems[0].kind == "remote.missing" and PUSH_MARK in remote.list():
+            message = "the store is still being pushed, or its push was killed"
+            fix = "run the same `eagle3 data push` again, to its end"
+            raise problem_error(remote.url, "remote.push_unfinished", message, fix) from None
+        raise
+    try:
+        value = parse_json(raw.decode())
+    except (ValueError, RecursionError) as error:
+        message = f"is not valid JSON (the manifest of a hidden-state store): {error}"
+        raise problem_error(where, "file.not_json", message, "push the store again") from None
+    manifest = parse_manifest(value, where)
+    raise_problems([] if manifest.layout.version == 1 else check_seal(raw, where))
+    return raw, manifest
+
+
+def check_listing(remote: RemoteFolder, manifest: Manifest, files: dict[str, RemoteFile]) -> list[Problem]:
+    """Sizes of all files, and shards that the manifest does not name."""
+    problems = []
+    listed: list[FileInfo] = [manifest.target_head, *manifest.shards]
+    for file in listed:
+        size = files[file.file].size if file.file in files else None
+        if problem := check_size(remote.where(file.file), size, file):
+            problems.append(problem)
+    names = {file.file for file in listed}
+    problems += [unlisted(remote.where(name)) for name in sorted(files) if is_shard_name(name) and name not in names]
+    return problems
+
+
+def fetch_whole(remote: RemoteFolder, file: FileInfo, known: RemoteFile, path: Path) -> None:
+    """Writes a whole file to `path` and compares its checksum with the manifest's.
+
+    Raises:
+        ProblemsError: kinds `remote.*`, `store.checksum`.
+    """
+    where, digest = remote.where(file.file), hashlib.sha256()
+    with open(path, "wb") as target:
+        copy_bytes(remote, file.file, 0, file.bytes, target, where, digest.update)
+    check_unchanged(remote, file.file, known, where)
+    if f"sha256:{digest.hexdigest()}" != file.sha256:
+        fix = "push the store again, from a copy that `eagle3 data verify` finds whole"
+        raise problem_error(where, "store.checksum", "its checksum is not the manifest's", fix)
+
+
+def check_unchanged(remote: RemoteFolder, name: str, known: RemoteFile, where: str) -> None:
+    """Refuses an object that is another one than when the store was opened.
+
+    Raises:
+        ProblemsError: kind `remote.changed`, or `remote.missing` if it is gone.
+    """
+    now = remote.look(name, where)
+    if now != known:
+        raise changed(where, f"is another object now: {now.size:,} bytes, version {now.version}; it was {known}")
+
+
+def copy_bytes(
+    remote: RemoteFolder,
+    name: str,
+    begin: int,
+    end: int,
+    target: BinaryIO,
+    where: str,
+    also: Callable[[bytes], object] = lambda data: None,
+) -> None:
+    """Appends bytes `begin` to `end` of a remote file to `target`, a chunk at a time; `also` gets each chunk."""
+    for at in range(begin, end, _CHUNK_BYTES):
+        data = remote.read(name, at, min(at + _CHUNK_BYTES, end), where)
+        target.write(data)
+        also(data)
+
+
+def _sample_file(shard: ShardInfo, place: int) -> str:
+    return f"{shard.file.removesuffix('.safetensors')}.{place:05d}.safetensors"
+
+
+def cache_name(url: str) -> str:
+    """A folder's name for a store: readable, and its own."""
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", url.split("/")[-1])[:40]
+    return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
