@@ -20,6 +20,7 @@ PUSH_MARK = "push.json"
 """Object that says which store is being pushed; it goes when the manifest is there."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_LOCAL = ("file", "local")
 _WAITS = (1.0, 2.0, 4.0, 8.0)
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError")
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
@@ -58,7 +59,11 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         protocol, _, rest = url.partition(":")
+        protocol = protocol.lower()
         self.url = f"{protocol}://{rest.strip('/')}"
+        if protocol in _LOCAL:
+            fix = f"give the plain path: /{rest.strip('/')}"
+            raise problem_error(url, "remote.protocol", "is a local folder, which is read without a cache", fix)
         extra = _EXTRAS.get(protocol)
         try:
             options = {"use_listings_cache": False}
@@ -164,7 +169,7 @@ def _lasting(where: str, error: BaseException) -> ProblemsError | None:
         return problem_error(where, "remote.missing", f"is not there: {_said(error)}", fix)
     if type(error).__name__ in _CREDENTIALS:
         return problem_error(where, "remote.credentials", f"no credentials: {_said(error)}", _NO_CREDENTIALS)
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return problem_error(where, "remote.permission", f"is refused: {_said(error)}", _NO_PERMISSION)
     if isinstance(error, FileExistsError):
         fix = "another push is at work, or was killed: look at the URL, then run again"
@@ -174,6 +179,12 @@ def _lasting(where: str, error: BaseException) -> ProblemsError | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return problem_error(where, "disk.full", _said(error), "free space, then run the same command again")
     return None
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that the clients of GCS and of the hub give."""
+    status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def _is_no_bucket(error: ProblemsError) -> bool:

@@ -12,9 +12,10 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
@@ -40,7 +41,7 @@ from eagle3.files import parse_json
 from eagle3.sealed import check_seal
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
-from eagle3.wiring.safetensors_header import Header, TensorInfo, parse_header
+from eagle3.wiring.safetensors_header import Header, TensorInfo, parse_header, read_header
 
 _TOKEN_TENSORS = ("input_ids", "loss_mask")
 _CHUNK_BYTES = 16 << 20
@@ -86,12 +87,22 @@ class RemoteStoreReader(StoreReader):
         self._prefix = f"{store}/{version}"
         self.folder = cache.folder / self._prefix
         head = manifest.target_head
-        cache.check_fits(head.bytes + len(raw), "manifest and target head")
-        cache.hold(Piece(f"{self._prefix}/{MANIFEST_FILE}", lambda: len(raw), lambda path: _write(path, raw)))
+        cache.check_fits(head.bytes + len(raw), "manifest and target head", remote.url)
+        cache.hold(
+            Piece(
+                f"{self._prefix}/{MANIFEST_FILE}",
+                remote.where(MANIFEST_FILE),
+                lambda: len(raw),
+                lambda path: _write(path, raw),
+                lambda path: path.read_bytes() == raw,
+            )
+        )
         fetch = partial(fetch_whole, remote, head, self._files[head.file])
-        cache.hold(Piece(f"{self._prefix}/{head.file}", lambda: head.bytes, fetch))
-        raise_problems(check_target_head(self.folder, manifest), title)
+        name = f"{self._prefix}/{head.file}"
+        cache.hold(Piece(name, remote.where(head.file), lambda: head.bytes, fetch, _is_safetensors))
+        raise_problems(self._elsewhere(check_target_head(self.folder, manifest)), title)
         self._headers: dict[str, Header] = {}
+        self._header_locks: dict[str, Lock] = {}
         self._take(manifest)
         self._shards: list[tuple[ShardInfo, int]] = []
         for shard in manifest.shards:
@@ -140,7 +151,7 @@ class RemoteStoreReader(StoreReader):
             return
         sizes = [sum(map(self._about, group)) for group in groups]
         most = max((sum(sizes[at : at + 2]) for at in range(len(sizes))), default=0)
-        self._cache.check_fits(most, "the samples of a step and of the next one")
+        self._cache.check_fits(most, "the samples of a step and of the next one", self.name)
         order = [index for group in groups for index in group]
         left = iter(groups)
         with self._cache.ahead([self._piece(index).name for index in order], lambda at: self._piece(order[at])) as done:
@@ -150,20 +161,43 @@ class RemoteStoreReader(StoreReader):
 
             yield groups_done
 
-    def held(self, index: int) -> AbstractContextManager[object]:
-        """While it is entered, the sample's own shard is in the cache."""
-        return self._cache.held(self._piece(index))
+    @contextmanager
+    def held(self, index: int) -> Iterator[None]:
+        """While it is entered, the sample's own shard is in the cache. Problems of that copy name the sample."""
+        with self._cache.held(self._piece(index)) as path:
+            try:
+                yield
+            except ProblemsError as error:
+                where = self.where(index)
+                raise ProblemsError(
+                    [
+                        dataclasses.replace(item, where=where, message=f"its copy {path}: {item.message}")
+                        if item.where.startswith(str(path))
+                        else item
+                        for item in error.problems
+                    ]
+                ) from error
+
+    def where(self, index: int) -> str:
+        """URL of the shard, and id, of sample `index`, for messages."""
+        return self._where(*self._shards[index])
 
     def _piece(self, index: int) -> Piece:
         """The shard that holds this sample alone."""
         shard, place = self._shards[index]
         name = f"{self._prefix}/{_sample_file(shard, place)}"
-        return Piece(name, partial(self._size, shard, place), partial(self._fetch, shard, place))
+        size, fetch = partial(self._size, shard, place), partial(self._fetch, shard, place)
+        return Piece(name, self._where(shard, place), size, fetch, _is_safetensors)
 
     def _table(self, shard: ShardInfo) -> Piece:
         """Token ids and loss masks of all samples of a shard."""
         name = f"{self._prefix}/tokens-{shard.file}"
-        return Piece(name, partial(self._size, shard, None), partial(self._fetch, shard, None), kept=True)
+        size, fetch = partial(self._size, shard, None), partial(self._fetch, shard, None)
+        return Piece(name, self._where(shard, None), size, fetch, _is_safetensors, kept=True)
+
+    def _where(self, shard: ShardInfo, place: int | None) -> str:
+        said = f": sample {shard.samples[place].id!r}" if place is not None else ""
+        return f"{self._remote.where(shard.file)}{said}"
 
     def _about(self, index: int) -> int:
         """Bytes of a sample in the cache, without asking for its header."""
@@ -176,8 +210,7 @@ class RemoteStoreReader(StoreReader):
 
     def _fetch(self, shard: ShardInfo, place: int | None, path: Path) -> None:
         """Writes a file of one sample, or of all samples' tokens, from byte ranges of the shard."""
-        said = f": sample {shard.samples[place].id!r}" if place is not None else ""
-        where = f"{self._remote.where(shard.file)}{said}"
+        where = self._where(shard, place)
         head, stretches = self._content(shard, place)
         with open(path, "wb") as target:
             target.write(head)
@@ -189,13 +222,16 @@ class RemoteStoreReader(StoreReader):
         """The header of such a file, and the stretches of the shard that follow it."""
         header = self._header(shard)
         names = sorted(header.tensors, key=lambda name: header.tensors[name].begin)
-        layout, stretches = {}, []
+        layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+        stretches: list[tuple[int, int]] = []
         for name in names if place is not None else [name for name in names if name in _TOKEN_TENSORS]:
             info = header.tensors[name]
             first, rows = self._rows(shard, place, name, info)
             row_bytes = (info.end - info.begin) // max(info.shape[0], 1)
             begin = header.data_start + info.begin + first * row_bytes
-            stretches.append((begin, begin + rows * row_bytes))
+            if stretches and stretches[-1][1] == begin:  # all rows of the tensor before it, and these follow
+                begin = stretches.pop()[0]
+            stretches.append((begin, header.data_start + info.begin + (first + rows) * row_bytes))
             layout[name] = (info.dtype, (rows, *info.shape[1:]))
         samples = shard.samples if place is None else shard.samples[place : place + 1]
         return file_header(layout, header_metadata(samples, self.layout.version)), stretches
@@ -214,17 +250,21 @@ class RemoteStoreReader(StoreReader):
         Raises:
             ProblemsError: what `check_header` finds.
         """
-        if shard.file not in self._headers:
-            where = self._remote.where(shard.file)
-            first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes))
-            length = int.from_bytes(first[:_LENGTH_BYTES], "little")
-            if _LENGTH_BYTES + length > shard.bytes:
-                raise problem_error(where, "safetensors.format", "is not a safetensors file", "push the store again")
-            raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length))
-            header = parse_header(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], shard.bytes, where)
-            raise_problems(check_header(header, shard, self.layout, where))
-            self._headers[shard.file] = dataclasses.replace(header, metadata={})
-        return self._headers[shard.file]
+        with self._header_locks.setdefault(shard.file, Lock()):
+            if shard.file not in self._headers:
+                self._headers[shard.file] = self._read_header(shard)
+            return self._headers[shard.file]
+
+    def _read_header(self, shard: ShardInfo) -> Header:
+        where = self._remote.where(shard.file)
+        first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes))
+        length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        if _LENGTH_BYTES + length > shard.bytes:
+            raise problem_error(where, "safetensors.format", "is not a safetensors file", "push the store again")
+        raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length))
+        header = parse_header(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], shard.bytes, where)
+        raise_problems(check_header(header, shard, self.layout, where))
+        return dataclasses.replace(header, metadata={})
 
     def _check_fingerprint(self, manifest: Manifest) -> list[Problem]:
         """Against its sample, which is fetched for it."""
@@ -236,7 +276,11 @@ class RemoteStoreReader(StoreReader):
             info = self.samples[index]
             value["shards"] = [{"file": self._places[index].file, "samples": [vars(info)]}]
             found = check_stored_fingerprint(self.folder, value, self.contract)
-        return [dataclasses.replace(item, where=item.where.replace(str(self.folder), self.name)) for item in found]
+        return self._elsewhere(found)
+
+    def _elsewhere(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Problems that name the store, not its copies in the cache."""
+        return [dataclasses.replace(item, where=item.where.replace(str(self.folder), self.name)) for item in problems]
 
 
 def read_remote_manifest(remote: RemoteFolder) -> tuple[bytes, Manifest]:
@@ -327,6 +371,14 @@ def cache_name(url: str) -> str:
     """A folder's name for a store: readable, and its own."""
     readable = re.sub(r"[^A-Za-z0-9]+", "-", url.split("/")[-1])[:40]
     return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def _is_safetensors(path: Path) -> bool:
+    try:
+        read_header(path)
+    except ProblemsError:  # a copy that is damaged is no loss: it is fetched again
+        return False
+    return True
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -69,7 +69,7 @@ def verify_remote(
             open_reader(url, cache)
         except ProblemsError as error:
             problems += error.problems
-    return problems + _check_all(remote, manifest, files, left, open_cache(cache), workers)
+    return problems + _check_all(remote, manifest, files, left, open_cache(cache, remote.url), workers)
 
 
 def _check_all(
@@ -81,7 +81,7 @@ def _check_all(
     workers: int | None,
 ) -> list[Problem]:
     for file in left:
-        cache.check_fits(file.bytes, f"the bytes of {file.file}, which is read as a whole,")
+        cache.check_fits(file.bytes, "this file, which is read as a whole,", remote.where(file.file))
     found: dict[str, list[Problem]] = {}
     pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     with progress("verify", len(left), "files") as advance:
@@ -100,7 +100,7 @@ def _check(
 ) -> list[Problem]:
     """What is wrong with one file, which is in the cache meanwhile."""
     name = f"{cache_name(remote.url)}/verify/{file.file}"
-    piece = Piece(name, lambda: file.bytes, partial(_fetch, remote, file, known))
+    piece = Piece(name, remote.where(file.file), lambda: file.bytes, partial(_fetch, remote, file, known))
     try:
         with cache.held(piece) as path:
             folder = path.parent
@@ -137,7 +137,7 @@ def wiring_view(url: str, cache: CacheSection | None) -> Iterator[Path]:
     shown = reader.place(index).file
     listed = {"file": shown, "samples": [vars(reader.samples[index])]}
     manifest = {**load_manifest(reader.folder).to_dict(), "shards": [listed]}
-    with reader.held(index), tempfile.TemporaryDirectory(dir=reader.folder) as view:
+    with reader.held(index), tempfile.TemporaryDirectory() as view:
         (Path(view) / shown).symlink_to(reader.folder / shown)
         write_sealed(Path(view) / MANIFEST_FILE, {key: value for key, value in manifest.items() if key != SEAL})
         yield Path(view)

@@ -20,6 +20,7 @@ MODULES = (
     "remote_store",
     "remote_copy",
     "remote_verify",
+    "cache_order",
     "piece_cache",
     "open_reader",
 )

@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Path:
 def cache(tmp_path: Path) -> Iterator[CacheSection]:
     section = CacheSection(folder=str(tmp_path / "cache"), max_bytes=96 << 10, threads=4)
     yield section
-    open_cache(section).close()
+    open_cache(section, "").close()
 
 
 def url_of(tmp_path: Path) -> str:
@@ -76,7 +76,7 @@ def test_a_cache_below_two_steps_is_refused(tmp_path: Path, store: Path) -> None
     )
     with pytest.raises(ProblemsError) as error, remote.ahead([list(range(12)), list(range(12, 24))]):
         pass
-    open_cache(section).close()
+    open_cache(section, "").close()
     assert kind_of(error) == "cache.too_small"
 
 
