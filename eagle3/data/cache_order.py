@@ -44,6 +44,8 @@ class Plan:
         names: of the pieces.
         piece: the piece at a place of `names`.
         done: how many of them have been read.
+        first: the first place of each name.
+        next: all before this place are there, or have been read.
     """
 
     number: int
@@ -91,7 +93,7 @@ class ReadingOrder:
 
     def use(self, name: str, kept: bool = False) -> None:
         """A file has come, or is read."""
-        self.forget(name)
+        self._take_out(name)
         if kept:
             self._kept[name] = None
         else:
@@ -99,8 +101,10 @@ class ReadingOrder:
 
     def forget(self, name: str) -> None:
         """A file has gone."""
-        for files in (self._kept, self._unneeded, self._needed):
-            files.pop(name, None)
+        self._take_out(name)
+        for plan in self._plans:
+            if (place := plan.first.get(name, -1)) >= plan.done:
+                plan.next = min(plan.next, place)
 
     def next(self, is_there: Callable[[str], bool], is_coming: Callable[[str], bool]) -> tuple[Piece, Need] | None:
         """The piece that is needed first of those that are neither there nor coming."""
@@ -133,6 +137,10 @@ class ReadingOrder:
         for entry in held:
             heapq.heappush(self._heap, entry)
         return found if found is not None or before != AT_ONCE else _first(self._kept, spared)
+
+    def _take_out(self, name: str) -> None:
+        for files in (self._kept, self._unneeded, self._needed):
+            files.pop(name, None)
 
     def _place(self, name: str) -> None:
         need = self._need(name)
