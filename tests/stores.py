@@ -11,6 +11,7 @@ import torch
 
 from eagle3.config import TrainConfig, build_config
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_layout import LastRows
 from eagle3.sealed import SEAL, write_sealed
 from eagle3.wiring.contract import WiringContract
 
@@ -71,6 +72,7 @@ def write_random_store(
     seed: int = 0,
     contract: WiringContract | None = None,
     change: Callable[[StoredSample], StoredSample] = lambda sample: sample,
+    last_rows: LastRows = "supervised",
 ) -> Path:
     """A store of samples `s00`, `s01`, ..., four to a shard.
 
@@ -92,7 +94,9 @@ def write_random_store(
         for number, (tokens, answer) in enumerate(answers)
     ]
     settings = {"keep_ids": [0, 1]}
-    with StoreWriter(folder, contract or random_contract(), settings, TARGET_CONFIG, head) as writer:
+    with StoreWriter(
+        folder, contract or random_contract(), settings, TARGET_CONFIG, head, last_rows=last_rows
+    ) as writer:
         for begin in range(0, len(samples), 4):
             writer.write_shard(samples[begin : begin + 4])
     return folder

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,8 +196,10 @@ def _is_no_bucket(error: ProblemsError) -> bool:
 
 
 def _remote_file(info: dict[str, Any]) -> RemoteFile:
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return RemoteFile(int(info["size"] or 0), version)
+    version = next((info[key] for key in _VERSIONS if info.get(key)), "")
+    if isinstance(version, datetime):  # a listing may give seconds where the file alone has a date
+        version = version.timestamp()
+    return RemoteFile(int(info["size"] or 0), str(version).strip('"'))
 
 
 def _said(error: BaseException) -> str:

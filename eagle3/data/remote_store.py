@@ -130,7 +130,7 @@ class RemoteStoreReader(StoreReader):
                 return input_ids.clone(), loss_mask.clone()
         shard, place = self._shards[index]
         rows = sample_rows(shard.samples[: place + 1], self.layout)[place][0]
-        with self._cache.held(self._table(shard)) as path, safe_open(path, "pt") as table:
+        with self._cache.held(self._table(shard, self.where(index))) as path, safe_open(path, "pt") as table:
             input_ids, loss_mask = (table.get_slice(name)[rows].clone() for name in _TOKEN_TENSORS)
         input_ids = input_ids.int()
         self._check_tokens(index, input_ids, loss_mask)
@@ -180,47 +180,45 @@ class RemoteStoreReader(StoreReader):
 
     def where(self, index: int) -> str:
         """URL of the shard, and id, of sample `index`, for messages."""
-        return self._where(*self._shards[index])
+        shard, place = self._shards[index]
+        return f"{self._remote.where(shard.file)}: sample {shard.samples[place].id!r}"
 
     def _piece(self, index: int) -> Piece:
         """The shard that holds this sample alone."""
         shard, place = self._shards[index]
         name = f"{self._prefix}/{_sample_file(shard, place)}"
-        size, fetch = partial(self._size, shard, place), partial(self._fetch, shard, place)
-        return Piece(name, self._where(shard, place), size, fetch, _is_safetensors)
+        return self._part(name, self.where(index), shard, place)
 
-    def _table(self, shard: ShardInfo) -> Piece:
-        """Token ids and loss masks of all samples of a shard."""
+    def _table(self, shard: ShardInfo, where: str | None = None) -> Piece:
+        """Token ids and loss masks of all samples of a shard. `where` is what problems name; default: the shard."""
         name = f"{self._prefix}/tokens-{shard.file}"
-        size, fetch = partial(self._size, shard, None), partial(self._fetch, shard, None)
-        return Piece(name, self._where(shard, None), size, fetch, _is_safetensors, kept=True)
+        return self._part(name, where or self._remote.where(shard.file), shard, None)
 
-    def _where(self, shard: ShardInfo, place: int | None) -> str:
-        said = f": sample {shard.samples[place].id!r}" if place is not None else ""
-        return f"{self._remote.where(shard.file)}{said}"
+    def _part(self, name: str, where: str, shard: ShardInfo, place: int | None) -> Piece:
+        size, fetch = partial(self._size, shard, place, where), partial(self._fetch, shard, place, where)
+        return Piece(name, where, size, fetch, _is_safetensors, kept=place is None)
 
     def _about(self, index: int) -> int:
         """Bytes of a sample in the cache, without asking for its header."""
         shard, place = self._shards[index]
         return shard.bytes * shard.samples[place].tokens // shard.tokens + _HEADER_BYTES
 
-    def _size(self, shard: ShardInfo, place: int | None) -> int:
-        head, stretches = self._content(shard, place)
+    def _size(self, shard: ShardInfo, place: int | None, where: str) -> int:
+        head, stretches = self._content(shard, place, where)
         return len(head) + sum(end - begin for begin, end in stretches)
 
-    def _fetch(self, shard: ShardInfo, place: int | None, path: Path) -> None:
+    def _fetch(self, shard: ShardInfo, place: int | None, where: str, path: Path) -> None:
         """Writes a file of one sample, or of all samples' tokens, from byte ranges of the shard."""
-        where = self._where(shard, place)
-        head, stretches = self._content(shard, place)
+        head, stretches = self._content(shard, place, where)
         with open(path, "wb") as target:
             target.write(head)
             for begin, end in stretches:
                 copy_bytes(self._remote, shard.file, begin, end, target, where)
         check_unchanged(self._remote, shard.file, self._files[shard.file], where)
 
-    def _content(self, shard: ShardInfo, place: int | None) -> tuple[bytes, list[tuple[int, int]]]:
+    def _content(self, shard: ShardInfo, place: int | None, where: str) -> tuple[bytes, list[tuple[int, int]]]:
         """The header of such a file, and the stretches of the shard that follow it."""
-        header = self._header(shard)
+        header = self._header(shard, where)
         names = sorted(header.tensors, key=lambda name: header.tensors[name].begin)
         layout: dict[str, tuple[str, tuple[int, ...]]] = {}
         stretches: list[tuple[int, int]] = []
@@ -244,24 +242,27 @@ class RemoteStoreReader(StoreReader):
         chosen = last if name.startswith("last") else rows
         return chosen.start, chosen.stop - chosen.start
 
-    def _header(self, shard: ShardInfo) -> Header:
+    def _header(self, shard: ShardInfo, reader: str) -> Header:
         """The shard's header, checked.
+
+        Args:
+            reader: what it is read for, named where it cannot be read.
 
         Raises:
             ProblemsError: what `check_header` finds.
         """
         with self._header_locks.setdefault(shard.file, Lock()):
             if shard.file not in self._headers:
-                self._headers[shard.file] = self._read_header(shard)
+                self._headers[shard.file] = self._read_header(shard, reader)
             return self._headers[shard.file]
 
-    def _read_header(self, shard: ShardInfo) -> Header:
+    def _read_header(self, shard: ShardInfo, reader: str) -> Header:
         where = self._remote.where(shard.file)
-        first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes))
+        first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes), reader)
         length = int.from_bytes(first[:_LENGTH_BYTES], "little")
         if _LENGTH_BYTES + length > shard.bytes:
             raise problem_error(where, "safetensors.format", "is not a safetensors file", "push the store again")
-        raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length))
+        raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length), reader)
         header = parse_header(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], shard.bytes, where)
         raise_problems(check_header(header, shard, self.layout, where))
         return dataclasses.replace(header, metadata={})

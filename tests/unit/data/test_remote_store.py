@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import logging
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 from eagle3.config import CacheSection
-from eagle3.data import remote_folder
+from eagle3.data import remote_folder, remote_store
 from eagle3.data.loader import BatchPlan, load_windows
 from eagle3.data.open_reader import open_cache, open_reader
-from eagle3.data.remote_copy import pull, push
 from eagle3.data.remote_verify import verify_remote
-from eagle3.data.store import StoreReader
-from eagle3.errors import ProblemsError
-from tests.remote import file_system, start_s3, upload
-from tests.stores import write_random_store
+from eagle3.data.store import StoredSample, StoreReader
+from eagle3.data.store_layout import LastRows
+from eagle3.data.vocab_count import count_supervised
+from eagle3.errors import Problem, ProblemsError
+from tests.remote import file_system, local_s3, proxied, upload
+from tests.stores import random_contract, write_random_store
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def _s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    start_s3()
-    monkeypatch.setattr(remote_folder, "_WAITS", ())
+def _s3() -> Iterator[None]:
+    with local_s3():
+        yield
 
 
 @pytest.fixture
@@ -44,6 +54,10 @@ def url_of(tmp_path: Path) -> str:
     return f"s3://bucket/{tmp_path.name}"
 
 
+def cache_of(cache: CacheSection) -> Path:
+    return Path(cache.folder) / "rank-00000"
+
+
 def kind_of(error: pytest.ExceptionInfo[ProblemsError]) -> str:
     return error.value.problems[0].kind
 
@@ -52,22 +66,269 @@ def used(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def assert_same_batches(local: StoreReader, remote: StoreReader, epoch: int = 0, pause: float = 0) -> int:
+    """How many there are."""
+    plan = BatchPlan(seed=1, lengths=[item.tokens for item in local.samples], max_length=16, batch_size=2)
+    windows, indices, count = plan.epoch(epoch), range(len(local)), 0
+    pairs = zip(load_windows(local, windows, indices, 16), load_windows(remote, windows, indices, 16), strict=True)
+    for (mine,), (theirs,) in pairs:
+        assert mine.sample_ids == theirs.sample_ids
+        for name in ("input_ids", "loss_mask", "aux", "last_hidden", "document_ids", "position_ids"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name))
+        for name in ("aux_scales", "last_scales"):
+            one, other = getattr(mine, name), getattr(theirs, name)
+            assert (one is None and other is None) or torch.equal(one, other)
+        assert used(remote.folder.parents[1]) <= 96 << 10
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "last_rows"),
+    [("float32", "supervised"), ("float32", "all"), ("bfloat16", "supervised"), ("float8_e4m3fn", "supervised")],
+)
 def test_batches_equal_those_of_the_local_store_and_the_cache_keeps_its_limit(
+    tmp_path: Path, cache: CacheSection, dtype: str, last_rows: LastRows
+) -> None:
+    store = write_random_store(
+        tmp_path / "store",
+        count=24,
+        contract=replace(random_contract(), dtype=dtype),
+        change=lambda sample: in_type(sample, torch.float32 if dtype == "float32" else torch.bfloat16),
+        last_rows=last_rows,
+    )
+    local, remote = StoreReader(store), open_reader(upload(store, url_of(tmp_path)), cache)
+    assert assert_same_batches(local, remote) + assert_same_batches(local, remote, epoch=1) == 24
+    for index in range(0, 24, 5):
+        mine, theirs = local.read(index), remote.read(index)
+        for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name))
+    assert torch.equal(count_supervised(local), count_supervised(remote))
+
+
+def in_type(sample: StoredSample, dtype: torch.dtype) -> StoredSample:
+    states = {name: getattr(sample, name).to(dtype) for name in ("aux_hidden_states", "last_hidden_states")}
+    return replace(sample, **states)
+
+
+def test_the_next_run_fetches_no_sample_again(tmp_path: Path, store: Path, cache: CacheSection) -> None:
+    url, large = url_of(tmp_path), cache.model_copy(update={"max_bytes": 1 << 20})
+    with proxied() as proxy:
+        upload(store, url)
+        for run in range(2):
+            proxy.requests.clear()
+            remote = open_reader(url, large)
+            count_supervised(remote)
+            assert [remote.read(index).id for index in range(24)] == [f"s{index:02}" for index in range(24)]
+            open_cache(large, "").close()
+            asked = {path.split("?")[0].split("/")[-1] for method, path, _ in proxy.requests if method == "GET"}
+            assert asked == ({"manifest.json", "bucket"} if run else {"manifest.json", "bucket", *stored(store)})
+    changed = write_random_store(tmp_path / "changed", count=24, seed=1)
+    remote = open_reader(upload(changed, url), large)
+    assert torch.equal(remote.read(3).aux_hidden_states, StoreReader(changed).read(3).aux_hidden_states)
+    assert len(list(cache_of(large).glob("*/*/manifest.json"))) == 1
+    open_cache(large, "").close()
+
+
+def stored(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir() if path.suffix == ".safetensors"}
+
+
+def test_a_reader_that_is_killed_leaves_a_cache_that_the_next_one_uses(tmp_path: Path, cache: CacheSection) -> None:
+    store = write_random_store(tmp_path / "store", count=24)
+    url = upload(store, url_of(tmp_path))
+    code = (
+        "import sys, time\n"
+        "from eagle3.config import CacheSection\n"
+        "from eagle3.data.open_reader import open_reader\n"
+        "from eagle3.data.remote_folder import RemoteFolder\n"
+        "real, RemoteFolder.read = RemoteFolder.read, lambda self, *args: (time.sleep(0.05), real(self, *args))[1]\n"
+        "reader = open_reader(sys.argv[1], CacheSection(folder=sys.argv[2], max_bytes=96 << 10, threads=4))\n"
+        "with reader.ahead([[index] for index in range(24)]):\n"
+        "    for index in range(24):\n"
+        "        reader.read(index)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, url, cache.folder], cwd=ROOT)
+    rank = cache_of(cache)
+    end = time.monotonic() + 60
+    while len(list(rank.glob("*/*/shard-*.safetensors"))) < 5:
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    there = len(list(rank.glob("*/*/shard-*.safetensors")))
+    assert 5 <= there < 24
+    with proxied() as proxy:
+        remote = open_reader(url, cache)
+        assert assert_same_batches(StoreReader(store), remote) == 12
+        fetched = len({item for item in proxy.requests if item[0] == "GET" and "shard-" in item[1]})
+    assert not list(rank.rglob("*.tmp"))
+    assert fetched < 24 * 5
+
+
+def test_requests_that_fail_once_are_tried_again(
+    tmp_path: Path, store: Path, cache: CacheSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxied() as proxy:
+        url = upload(store, url_of(tmp_path))
+        monkeypatch.setattr(remote_folder, "_WAITS", (0.0, 0.0))
+        seen: Counter[tuple[str, str]] = Counter()
+
+        def first_time(method: str, path: str) -> str | None:
+            seen[method, path] += 1
+            return ("drop" if len(seen) % 2 else "half") if method == "GET" and seen[method, path] == 1 else None
+
+        proxy.fault = first_time
+        assert assert_same_batches(StoreReader(store), open_reader(url, cache)) == 12
+        assert len(seen) > 8
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("drop", "connection"), ("half", "connection"), ("deny", "permission")])
+def test_requests_that_always_fail_are_named_with_the_sample(
+    tmp_path: Path, store: Path, cache: CacheSection, fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxied() as proxy:
+        url = upload(store, url_of(tmp_path))
+        remote = open_reader(url, cache)
+        monkeypatch.setattr(remote_folder, "_WAITS", (0.0,))
+        proxy.fault = lambda method, path: fault if "shard-00003" in path else None
+        with pytest.raises(ProblemsError) as error:
+            assert_same_batches(StoreReader(store), remote)
+        (problem,) = error.value.problems
+        assert problem.kind == f"remote.{kind}"
+        assert problem.where.startswith(f"{url}/shard-00003.safetensors: sample 's1")
+        assert cache.folder not in str(error.value)
+        if kind == "connection":
+            assert "failed 2 times" in problem.message
+        proxy.fault = lambda method, path: "deny"
+        with pytest.raises(ProblemsError) as error:
+            open_reader(url, cache)
+        assert [(item.kind, item.where) for item in error.value.problems] == [
+            ("remote.permission", f"{url}/manifest.json")
+        ]
+
+
+def test_without_credentials_it_is_said_which_are_needed(
+    tmp_path: Path, cache: CacheSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ProblemsError) as error:
+        open_reader("s3://bucket/store", cache)
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.where) == ("remote.credentials", "s3://bucket/store/manifest.json")
+    assert "AWS_ACCESS_KEY_ID" in problem.fix
+
+
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['s3fs'] = sys.modules['gcsfs'] = None\n"
+        "from eagle3.data.remote_folder import RemoteFolder\n"
+        "from eagle3.errors import ProblemsError\n"
+        "for url in ('s3://bucket/store', 'gs://bucket/store'):\n"
+        "    try:\n"
+        "        RemoteFolder(url)\n"
+        "    except ProblemsError as error:\n"
+        "        print(error)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert child.stdout.count("[remote.package]") == 2
+    assert "pip install 'eagle3[s3]'" in child.stdout and "pip install 'eagle3[gcs]'" in child.stdout
+
+
+def test_a_local_folder_as_a_url_and_an_unknown_protocol_are_refused(store: Path) -> None:
+    with pytest.raises(ProblemsError) as error:
+        open_reader(f"file://{store}", CacheSection(folder=str(store.parent / "c")))
+    assert kind_of(error) == "remote.protocol"
+    assert f"give the plain path: {store}" in error.value.problems[0].fix
+    with pytest.raises(ProblemsError) as error:
+        open_reader("nosuch://bucket/store", CacheSection(folder=str(store.parent / "c")))
+    assert kind_of(error) == "remote.protocol"
+
+
+def test_everything_that_is_wrong_with_a_listing_is_named_at_once(
     tmp_path: Path, store: Path, cache: CacheSection
 ) -> None:
-    local, remote = StoreReader(store), open_reader(upload(store, url_of(tmp_path)), cache)
-    plan = BatchPlan(seed=1, lengths=[item.tokens for item in local.samples], max_length=16, batch_size=2)
-    indices = range(len(local))
-    count = 0
-    for windows in (plan.epoch(0), plan.epoch(1)):
-        pairs = zip(load_windows(local, windows, indices, 16), load_windows(remote, windows, indices, 16), strict=True)
-        for (mine,), (theirs,) in pairs:
-            assert mine.sample_ids == theirs.sample_ids
-            for name in ("input_ids", "loss_mask", "aux", "last_hidden", "document_ids", "position_ids"):
-                assert torch.equal(getattr(mine, name), getattr(theirs, name))
-            assert used(Path(cache.folder)) <= cache.max_bytes
-            count += 1
-    assert count == 24
+    url = upload(store, url_of(tmp_path))
+    path = url.removeprefix("s3://")
+    file_system().rm_file(f"{path}/shard-00002.safetensors")
+    file_system().pipe_file(f"{path}/shard-00004.safetensors", b"short")
+    file_system().pipe_file(f"{path}/shard-00009.safetensors", b"unlisted")
+    for problems in (
+        problems_of_opening(url, cache),
+        verify_remote(url, False, cache),
+        verify_remote(url, True, cache),
+    ):
+        assert {(item.kind, item.where) for item in problems} == {
+            ("store.shard_missing", f"{url}/shard-00002.safetensors"),
+            ("store.shard_truncated", f"{url}/shard-00004.safetensors"),
+            ("store.shard_unlisted", f"{url}/shard-00009.safetensors"),
+        }
+
+
+def problems_of_opening(url: str, cache: CacheSection) -> tuple[Problem, ...]:
+    with pytest.raises(ProblemsError) as error:
+        open_reader(url, cache)
+    return error.value.problems
+
+
+@pytest.mark.parametrize("name", ["shard-00003.safetensors", "target_head.safetensors"])
+def test_deep_verification_finds_a_flipped_bit(tmp_path: Path, store: Path, cache: CacheSection, name: str) -> None:
+    url = upload(store, url_of(tmp_path))
+    assert verify_remote(url, True, cache) == []
+    path = f"{url.removeprefix('s3://')}/{name}"
+    raw = bytearray(file_system().cat_file(path))
+    raw[-5] ^= 1
+    file_system().pipe_file(path, bytes(raw))
+    problems = verify_remote(url, True, cache)
+    assert {item.where for item in problems} == {f"{url}/{name}"}
+    assert "store.checksum" in {item.kind for item in problems}
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path, store: Path, cache: CacheSection) -> None:
+    url = upload(store, url_of(tmp_path))
+    path = f"{url.removeprefix('s3://')}/manifest.json"
+    raw = file_system().cat_file(path)
+    file_system().pipe_file(path, raw.replace(b'"tokens": 1', b'"tokens": 2', 1))
+    assert [item.where for item in problems_of_opening(url, cache)] == [f"{url}/manifest.json"]
+    file_system().pipe_file(path, raw[:-40])
+    assert [item.kind for item in problems_of_opening(url, cache)] == ["file.not_json"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_of_the_cache_that_fails_is_named_with_url_and_sample(
+    tmp_path: Path, store: Path, cache: CacheSection, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    url = upload(store, url_of(tmp_path))
+    remote = open_reader(url, cache)
+
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_store, "copy_bytes", fails)
+        with pytest.raises(ProblemsError) as error:
+            assert_same_batches(StoreReader(store), remote)
+    (problem,) = error.value.problems
+    assert problem.where.startswith(f"{url}/shard-0000") and ": sample 's" in problem.where
+    assert problem.kind == ("disk.full" if code == errno.ENOSPC else "disk.error")
+    assert assert_same_batches(StoreReader(store), remote) == 12
+
+
+def test_any_file_system_of_fsspec_can_be_read(tmp_path: Path, store: Path, cache: CacheSection) -> None:
+    memory, folder = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    for path in store.iterdir():
+        if path.suffix in {".json", ".safetensors"}:
+            memory.pipe_file(f"{folder}/{path.name}", path.read_bytes())
+    remote = open_reader(f"memory:/{folder}", cache)
+    assert assert_same_batches(StoreReader(store), remote) == 12
+    memory.pipe_file(f"{folder}/shard-00005.safetensors", (store / "shard-00005.safetensors").read_bytes())
+    open_cache(cache, "").drop(f"{remote.folder.relative_to(cache_of(cache))}/{remote.place(23).file}")
+    with pytest.raises(ProblemsError) as error:
+        remote.read(23)
+    assert kind_of(error) == "remote.changed"
+    memory.rm(folder, recursive=True)
 
 
 def test_a_cache_below_two_steps_is_refused(tmp_path: Path, store: Path) -> None:
@@ -104,40 +365,3 @@ def test_what_is_missing_is_named(tmp_path: Path, store: Path, cache: CacheSecti
     with pytest.raises(ProblemsError) as error:
         open_reader(url, cache)
     assert kind_of(error) == "store.shard_missing"
-
-
-def test_a_pushed_store_is_pulled_byte_for_byte_and_another_is_refused(
-    tmp_path: Path, store: Path, cache: CacheSection
-) -> None:
-    url = url_of(tmp_path)
-    assert push(store, url, workers=2).copied == 7
-    assert push(store, url, workers=2).copied == 0
-    assert verify_remote(url, True, cache) == []
-    pull(url, tmp_path / "back", workers=2)
-    for path in store.iterdir():
-        if path.suffix != ".lock":
-            assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes()
-    with pytest.raises(ProblemsError) as error:
-        push(write_random_store(tmp_path / "other", seed=1), url, workers=2)
-    assert kind_of(error) == "remote.other_store"
-
-
-def test_a_push_that_was_stopped_is_no_store_and_goes_on(
-    tmp_path: Path, store: Path, cache: CacheSection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, real = url_of(tmp_path), remote_folder.RemoteFolder.put
-
-    def put(self: remote_folder.RemoteFolder, path: Path, name: str) -> None:
-        if name == "shard-00003.safetensors":
-            raise KeyboardInterrupt
-        real(self, path, name)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(remote_folder.RemoteFolder, "put", put)
-        push(store, url, workers=1)
-    with pytest.raises(ProblemsError) as error:
-        open_reader(url, cache)
-    assert kind_of(error) == "remote.push_unfinished"
-    report = push(store, url, workers=1)
-    assert 4 <= report.there < 7 and report.there + report.copied == 7
-    assert len(open_reader(url, cache)) == 24
