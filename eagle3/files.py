@@ -39,7 +39,8 @@ def refuse_url(place: str | PurePath, what: str, fix: str) -> None:
         ProblemsError: kind `remote.not_here`.
     """
     if is_url(place):
-        raise problem_error(str(place), "remote.not_here", f"{what} must be a local folder", fix)
+        url = re.sub("^([^:]+):/+", r"\1://", str(place))
+        raise problem_error(url, "remote.not_here", f"{what} must be a local folder", fix)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from eagle3.data.remote_store import check_listing, fetch_whole, read_remote_man
 from eagle3.data.store import StoreReader
 from eagle3.data.store_check import check_whole
 from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, FileInfo, Manifest, load_manifest
-from eagle3.errors import ProblemsError, problem_error, raise_problems
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import (
     TEMPORARY_SUFFIX,
     existing_folder,
@@ -206,25 +206,25 @@ def _each(files: Sequence[FileInfo], workers: int, label: str, work: Callable[[F
     """
     total = sum(file.bytes for file in files)
     pool = ThreadPoolExecutor(workers, thread_name_prefix=label)
-    failed: list[ProblemsError] = []
     with progress(label, -(-total // _MEBIBYTE), "MiB") as advance:
         try:
             futures = {pool.submit(work, file): file for file in files}
             done = 0
             for future in as_completed(futures):
-                if future.cancelled():
-                    continue
-                error = future.exception()
-                if isinstance(error, ProblemsError):
-                    failed.append(error)
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    continue
-                future.result()
+                if future.exception() is not None:
+                    break
                 before, done = done, done + futures[future].bytes
                 advance(-(-done // _MEBIBYTE) - -(-before // _MEBIBYTE))
         finally:
             pool.shutdown(cancel_futures=True)
-    raise_problems([problem for error in failed for problem in error.problems])
+    problems: list[Problem] = []
+    for future in futures:
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, ProblemsError):
+            problems += error.problems
+        elif error is not None:
+            raise error
+    raise_problems(problems)
     return total
 
 

@@ -114,9 +114,18 @@ def check_head(head: Mapping[str, torch.Tensor], contract: WiringContract) -> li
     return problems
 
 
+def refuse_url_output(output: Path | str) -> None:
+    """Stores are written to a local disk, and pushed afterwards.
+
+    Raises:
+        ProblemsError: kind `remote.not_here`.
+    """
+    refuse_url(output, "the output", "write to a local folder, then run `eagle3 data push FOLDER URL`")
+
+
 def check_output(folder: Path) -> list[Problem]:
     """Finds a folder that is neither new nor a store: what is in it is somebody's, so nothing is written there."""
-    refuse_url(folder, "the output", "write to a local folder, then run `eagle3 data push FOLDER URL`")
+    refuse_url_output(folder)
     if not folder.exists() or (folder / MANIFEST_FILE).exists():
         return []
     if not folder.is_dir():

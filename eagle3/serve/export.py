@@ -20,7 +20,7 @@ from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.tensor_file import write_tensor_file
 from eagle3.errors import ProblemsError, problem_error, raise_problems
-from eagle3.files import atomic_folder, is_url, read_json, read_json_object, write_json_atomic
+from eagle3.files import atomic_folder, is_url, read_json, read_json_object, refuse_url, write_json_atomic
 from eagle3.serve.adapter import EMBEDDING, to_exported
 from eagle3.serve.draft_config import exported_config, is_exported_config
 from eagle3.serve.saved_draft import find_checkpoint, load_run, train_config
@@ -96,6 +96,8 @@ def export_run(cfg: ServeConfig) -> ExportReport:
         ProblemsError: the run is damaged or contradicts itself; this version cannot serve this drafter or target;
             the output is something else than an export; the wiring check of the result fails. Nothing is written.
     """
+    for place in (cfg.run, cfg.output):
+        refuse_url(place, "a run or an export", "give a folder; the run's dataset may lie at a URL")
     run, output = Path(cfg.run), Path(cfg.output)
     _check_output(output)
     checkpoint = find_checkpoint(run, cfg.checkpoint)

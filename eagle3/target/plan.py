@@ -93,6 +93,7 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     Raises:
         ProblemsError: layers that the target does not have; data that cannot be used.
     """
+    store_folder.refuse_url_output(cfg.output)
     find = find_target_with_head if cfg.engine == "sglang" else find_target
     files = find(cfg.target, download=download)
     facts = files.facts

@@ -23,7 +23,7 @@ from eagle3.config import TrainConfig
 from eagle3.data.loader import Window
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import problem_error, raise_problems
-from eagle3.files import only_writer, write_json_atomic
+from eagle3.files import only_writer, refuse_url, write_json_atomic
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.train.checkpoint import (
@@ -53,6 +53,7 @@ def run_training(config: TrainConfig) -> TrainResult:
         ProblemsError: anything about the launch, the dataset, the config or the run folder, before it is touched;
             a loss or gradient that is not finite (the samples of that step are named); a full disk.
     """
+    refuse_url(config.output, "a run", "give a folder; datasets may lie at a URL")
     raise_problems(check_tracking(config.tracking))
     accelerator = make_accelerator(config.mixed_precision)
     setup = make_setup(config, accelerator.num_processes)
