@@ -111,7 +111,7 @@ def with_mask(sample: StoredSample, mask: torch.Tensor) -> StoredSample:
     return replace(sample, loss_mask=mask)
 
 
-def train_config(dataset: Path, output: Path, **values: object) -> TrainConfig:
+def train_config(dataset: Path | str, output: Path, **values: object) -> TrainConfig:
     """A config for `write_random_store`: float32, no hold-out, every step logged."""
     defaults: dict[str, object] = {
         "dataset": str(dataset),

@@ -12,7 +12,7 @@ import typer
 from eagle3.cli.common import AsJson, Cache, CacheBytes, cache_section, problems_as
 from eagle3.config import CacheSection
 from eagle3.errors import problem_error
-from eagle3.files import is_url
+from eagle3.files import is_url, refuse_url
 
 wiring_app = typer.Typer(help="Which layers a drafter is fed, by engine and version.", no_args_is_help=True)
 
@@ -105,6 +105,7 @@ def wiring_probe(
         if (target is None) == (server is None):
             fix = "give one: the target, to check a store, or the server, to check how it feeds the drafter"
             raise problem_error("wiring probe", "probe.what", "needs either --target or --server", fix)
+        refuse_url(path, "what is probed", "run `eagle3 data pull URL FOLDER`, and give that folder")
         if server is not None:
             from eagle3.serve.server_probe import probe_server
 

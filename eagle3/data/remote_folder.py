@@ -49,7 +49,7 @@ class RemoteFile:
 
 
 class RemoteFolder:
-    """One folder by its URL.
+    """One folder by its URL. One of the Hugging Face hub is read as of the commit that is the newest when it is opened.
 
     Args:
         url: e.g. `s3://bucket/folder`.
@@ -76,6 +76,10 @@ class RemoteFolder:
         except ValueError as error:
             fix = "give s3://, gs://, hf:// or a local folder"
             raise problem_error(self.url, "remote.protocol", str(error), fix) from None
+        self._exact: dict[str, Any] = {}
+        if protocol == "hf":
+            self._path = self._try(self.url, lambda: _at_commit(self._fs, self._path, self.url))
+            self._exact = {"cache_type": "none"}  # else each stretch is read with five megabytes that follow it
 
     def where(self, name: str) -> str:
         """The URL of a file in the folder."""
@@ -109,7 +113,7 @@ class RemoteFolder:
         path, where = f"{self._path}/{name}", where or self.where(name)
 
         def stretch() -> bytes:
-            data: bytes = self._fs.cat_file(path, start=begin, end=end)
+            data: bytes = self._fs.cat_file(path, start=begin, end=end, **self._exact)
             if len(data) != end - begin:
                 raise OSError(errno.EPIPE, f"{len(data):,} of {end - begin:,} bytes came")
             return data
@@ -157,6 +161,22 @@ def changed(where: str, message: str) -> ProblemsError:
     return problem_error(where, "remote.changed", message, _CHANGED)
 
 
+def _at_commit(file_system: Any, path: str, url: str) -> str:
+    """The path with its newest commit in it: what a commit holds never changes, and its file system keeps listings for
+    as long as the process runs.
+    """
+    from huggingface_hub import HfApi
+
+    place = file_system.resolve_path(path)
+    if not hasattr(place, "repo_id"):
+        fix = "give a repository: hf://datasets/NAME/REPOSITORY/folder"
+        raise problem_error(url, "remote.protocol", "is a bucket of the hub, which is not supported", fix)
+    api = HfApi(endpoint=file_system.endpoint, token=file_system.token)
+    commit = api.repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision).sha
+    kind = "" if place.repo_type == "model" else f"{place.repo_type}s/"
+    return f"{kind}{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/")
+
+
 def _client_errors() -> tuple[type[BaseException], ...]:
     """What the clients that are loaded raise when a request fails."""
     loaded = [(sys.modules[module], name) for module, name in _CLIENT_ERRORS if module in sys.modules]
@@ -165,7 +185,7 @@ def _client_errors() -> tuple[type[BaseException], ...]:
 
 def _lasting(where: str, error: BaseException) -> ProblemsError | None:
     """The problem, if trying again is of no use."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or _status(error) == 404:
         fix = "check the URL; a store that was in use must stay where it is"
         return problem_error(where, "remote.missing", f"is not there: {_said(error)}", fix)
     if type(error).__name__ in _CREDENTIALS:

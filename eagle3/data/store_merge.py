@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.data.store_build import BuildReport, Source, build_store, check_room
-from eagle3.data.store_folder import differing_settings
+from eagle3.data.store_folder import differing_settings, refuse_url_output
 from eagle3.data.store_format import SAMPLE_COUNT
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
@@ -37,6 +37,7 @@ def merge(
         ProblemsError: a store is not whole; they differ (every difference is listed); an id is in two of them; the disk
             cannot hold it.
     """
+    refuse_url_output(out)
     out = Path(out)
     if len(folders) < 2:
         fix = "give the folder of the new store first, then two stores at least"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from eagle3.data.store_build import BuildReport, Piece, Source, build_store, check_room
+from eagle3.data.store_folder import refuse_url_output
 from eagle3.data.store_format import SAMPLE_COUNT
 from eagle3.data.store_merge import DATA_SETTING
 from eagle3.errors import Problem, problem_error, raise_problems
@@ -29,6 +30,7 @@ def split_parts(folder: Path | str, out: Path | str, parts: int, link: bool = Fa
     Raises:
         ProblemsError: the store is not whole; it has fewer samples than parts; the disk cannot hold it.
     """
+    refuse_url_output(out)
     source = Source.open(Path(folder))
     count = len(source.reader)
     if not 2 <= parts <= count:
@@ -55,6 +57,7 @@ def split_fraction(
     Raises:
         ProblemsError: as `split_parts`.
     """
+    refuse_url_output(out)
     source = Source.open(Path(folder))
     count = len(source.reader)
     if not 0 < fraction < 1 or count < 2:
