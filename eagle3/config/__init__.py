@@ -1,8 +1,9 @@
 """Typed run configs (`schema`) and how they are read (`loading`)."""
 
+from eagle3.config.base import Section
+from eagle3.config.cache import CacheSection
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
 from eagle3.config.schema import (
-    CacheSection,
     ConversationsConfig,
     DraftSection,
     ExtractConfig,
@@ -12,7 +13,6 @@ from eagle3.config.schema import (
     RingReadSection,
     RingWriteSection,
     RopeSection,
-    Section,
     ServeConfig,
     StreamSection,
     TargetConfig,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from eagle3.config.schema import Section
+from eagle3.config.base import Section
 from eagle3.errors import Problem, ProblemsError, problem_error
 
 COMMAND_LINE = "command line"

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+
+from eagle3.config.base import PathText, PositiveInt, Section
+from eagle3.config.cache import CacheSection
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoreDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 LayerIndex = Annotated[int, Field(strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, Field(min_length=1)]
 
 
 def _word(word: str) -> BeforeValidator:
     """YAML 1.1 reads a bare `no` or `off` as false."""
     return BeforeValidator(lambda value: word if value is False else value)
-
-
-class Section(BaseModel):
-    """Base of every config section: unknown keys are errors, field docstrings are the help text."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
 
 class TargetConfig(Section):
@@ -47,17 +42,6 @@ class TargetConfig(Section):
     @property
     def contract_name(self) -> str:
         return self.name or self.path.rstrip("/").split("/")[-1].lower()
-
-
-class CacheSection(Section):
-    """Where a store in an object store is read through, see docs/remote-stores.md."""
-
-    folder: PathText
-    """Local folder of its own; each process uses a folder `rank-N` in it."""
-    max_bytes: PositiveInt = 100 << 30
-    """Most bytes that each process keeps there."""
-    threads: Annotated[int, Field(gt=0, le=256, strict=True)] = 16
-    """Samples that are fetched at a time, before they are read."""
 
 
 class ConversationsConfig(Section):

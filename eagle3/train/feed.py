@@ -149,6 +149,7 @@ class StoreFeed:
         if share < _MOST_WAITING or seconds < 1:
             return ""
         return (
-            f"note: training waited for data {share:.0%} of its time ({seconds:.0f} s): the store's disk "
-            f"gives less than training takes; benchmarks/store.py measures it, see docs/training.md"
+            f"note: training waited for data {share:.0%} of its time ({seconds:.0f} s): the store's disk, "
+            "or the network before it, gives less than training takes; benchmarks/store.py measures it, see "
+            "docs/training.md"
         )

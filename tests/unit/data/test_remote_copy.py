@@ -188,6 +188,22 @@ def test_places_that_are_not_written_to_are_refused(store: Path, tmp_path: Path)
         }
 
 
+def test_a_large_file_is_there_when_all_its_parts_are(url: str, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(os.urandom(1 << 20) * 101)  # s3fs uploads below 100 MiB at once
+    with proxied() as proxy:
+        remote = remote_folder.RemoteFolder(url)
+        proxy.fault = lambda method, path: "deny" if "partNumber=2" in path else None
+        assert kinds(lambda: remote.put(tmp_path / "large", "large")) == {("remote.permission", f"{url}/large")}
+        assert remote.list() == {}
+        proxy.fault = lambda method, path: None
+        remote.put(tmp_path / "large", "large")
+        assert sum("partNumber=" in path for _, path, _ in proxy.requests) > 3
+    assert remote.look("large").size == 101 << 20
+    end = 55 << 20
+    assert remote.read("large", end - 100, end) == (tmp_path / "large").read_bytes()[end - 100 : end]
+    file_system().rm_file(f"{url.removeprefix('s3://')}/large")
+
+
 def test_two_pushes_at_once_to_a_new_place_one_is_refused(
     store: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
