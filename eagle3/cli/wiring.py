@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ import typer
 
 from eagle3.cli.common import AsJson, Cache, CacheBytes, cache_section, problems_as
 from eagle3.config import CacheSection
-from eagle3.errors import problem_error
+from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import is_url, refuse_url
 
 wiring_app = typer.Typer(help="Which layers a drafter is fed, by engine and version.", no_args_is_help=True)
@@ -64,6 +64,7 @@ def wiring_check(
             layers=parse_layers(layers) if layers is not None else None,
             cuda_graphs=cuda_graphs,
         )
+        problems = _elsewhere(problems, folder, dataset)
     print((render_json if as_json else render_text)(problems))
     if not problems and not as_json:
         print(describe_checkpoint(checkpoint, engine, engine_version, target=target))
@@ -79,7 +80,20 @@ def _local(dataset: str | None, cache: CacheSection | None) -> Iterator[Path | N
     from eagle3.data.remote_verify import wiring_view
 
     with wiring_view(dataset, cache) as folder:
-        yield folder
+        try:
+            yield folder
+        except ProblemsError as error:
+            raise ProblemsError(_elsewhere(error.problems, folder, dataset)) from error
+
+
+def _elsewhere(problems: Iterable[Problem], folder: Path | None, dataset: str | None) -> list[Problem]:
+    """Problems of the folder that stands for a store at a URL, as of the URL."""
+    if dataset is None or not is_url(dataset):
+        return list(problems)
+    return [
+        Problem(**{key: text.replace(str(folder), dataset) for key, text in item.to_dict().items()})
+        for item in problems
+    ]
 
 
 @wiring_app.command("probe")

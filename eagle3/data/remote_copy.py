@@ -23,6 +23,7 @@ from eagle3.files import (
     existing_folder,
     is_url,
     only_writer,
+    parse_json,
     read_json_object,
     refuse_url,
     sha256_file,
@@ -143,7 +144,7 @@ def _mark(manifest: Path) -> dict[str, Any]:
 def _claim(remote: RemoteFolder, mark: dict[str, Any], there: dict[str, RemoteFile]) -> None:
     """Marks the URL as being filled with this store; refuses one that holds anything else."""
     if PUSH_MARK in there:
-        if json.loads(remote.read_all(PUSH_MARK)) != mark:
+        if _parsed(remote.read_all(PUSH_MARK)) != mark:
             message = "another store is being pushed there"
             raise problem_error(remote.url, "remote.other_store", message, _OTHER_PLACE)
         return
@@ -151,6 +152,13 @@ def _claim(remote: RemoteFolder, mark: dict[str, Any], there: dict[str, RemoteFi
         message = f"holds {', '.join(sorted(there)[:5])}{' ...' if len(there) > 5 else ''}, which no push began"
         raise problem_error(remote.url, "remote.other_store", message, _OTHER_PLACE)
     remote.put_bytes(PUSH_MARK, json.dumps(mark).encode(), new=True)
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return parse_json(raw.decode())
+    except (ValueError, RecursionError):  # no push wrote it
+        return None
 
 
 def _upload(folder: Path, remote: RemoteFolder, file: FileInfo) -> None:

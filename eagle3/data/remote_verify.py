@@ -101,6 +101,7 @@ def _check(
     """What is wrong with one file, which is in the cache meanwhile."""
     name = f"{cache_name(remote.url)}/verify/{file.file}"
     piece = Piece(name, remote.where(file.file), lambda: file.bytes, partial(_fetch, remote, file, known))
+    cache.drop(name)  # what a verification that was killed left is not what lies at the URL now
     try:
         with cache.held(piece) as path:
             folder = path.parent
@@ -131,9 +132,9 @@ def wiring_view(url: str, cache: CacheSection | None) -> Iterator[Path]:
         ProblemsError: the store cannot be opened.
     """
     reader = open_reader(url, cache)
-    assert isinstance(reader, RemoteStoreReader) and reader.fingerprint is not None
-    ids = [info.id for info in reader.samples]
-    index = ids.index(reader.fingerprint.sample)
+    assert isinstance(reader, RemoteStoreReader)
+    known = reader.fingerprint  # a store of version 1 has none
+    index = next((at for at, info in enumerate(reader.samples) if known is None or info.id == known.sample), 0)
     shown = reader.place(index).file
     listed = {"file": shown, "samples": [vars(reader.samples[index])]}
     manifest = {**load_manifest(reader.folder).to_dict(), "shards": [listed]}

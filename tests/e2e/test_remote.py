@@ -25,6 +25,7 @@ from tests.stores import train_config, write_random_store
 from tests.unit.serve.cases import make_run
 from tests.unit.target.cases import extract_config, write_conversations
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "hidden_state_store_v1"
 TIMES = {"tokens_per_second", "seconds", "data_wait"}
 MASKS = [[0, 0] + [1] * 30, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
@@ -126,7 +127,13 @@ def test_evaluation_wiring_check_and_export_take_a_url(
     theirs = json.loads(capsys.readouterr().out)["problems"]
     assert eagle3("wiring", "check", str(exported), "--dataset", str(other), "--json") == 2
     mine = json.loads(capsys.readouterr().out)["problems"]
-    assert [item["kind"] for item in theirs] == [item["kind"] for item in mine] != []
+    assert theirs == json.loads(json.dumps(mine).replace(str(other), wrong)) != []
+    old = upload(GOLDEN, f"s3://bucket/{tmp_path.name}-1")  # of version 1, without a fingerprint
+    assert eagle3("wiring", "check", str(exported), "--dataset", old, "--json", *through) == 2
+    theirs = json.loads(capsys.readouterr().out)["problems"]
+    assert eagle3("wiring", "check", str(exported), "--dataset", str(GOLDEN), "--json") == 2
+    mine = json.loads(capsys.readouterr().out)["problems"]
+    assert theirs == json.loads(json.dumps(mine).replace(str(GOLDEN), old)) != []
 
 
 def test_a_store_is_extracted_from_inspected_and_verified_at_its_url(

@@ -165,6 +165,8 @@ def test_places_that_hold_something_else_are_left_alone(store: Path, url: str, t
     file_system().pipe_file(f"{url.removeprefix('s3://')}/thesis.tex", b"years of work")
     assert kinds(lambda: push(store, url, 2)) == {("remote.other_store", url)}
     assert names_at(url) == {"thesis.tex"}
+    file_system().pipe_file(f"{url.removeprefix('s3://')}-3/push.json", b"{ no JSON")
+    assert kinds(lambda: push(store, f"{url}-3", 2)) == {("remote.other_store", f"{url}-3")}
     upload(store, f"{url}-2")
     (tmp_path / "somebody").mkdir()
     (tmp_path / "somebody/thesis.tex").write_text("years of work")

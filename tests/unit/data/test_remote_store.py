@@ -281,6 +281,10 @@ def test_deep_verification_finds_a_flipped_bit(tmp_path: Path, store: Path, cach
     raw = bytearray(file_system().cat_file(path))
     raw[-5] ^= 1
     file_system().pipe_file(path, bytes(raw))
+    left = cache_of(cache) / remote_store.cache_name(url) / "verify" / name
+    open_cache(cache, "").close()
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes((store / name).read_bytes())  # by a verification that was killed before the bit was flipped
     problems = verify_remote(url, True, cache)
     assert {item.where for item in problems} == {f"{url}/{name}"}
     assert "store.checksum" in {item.kind for item in problems}
