@@ -28,6 +28,7 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body are two small packets, the second waits for nothing
 
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path).strip("/")

@@ -54,7 +54,7 @@ def local_s3() -> Iterator[str]:
 
 @contextmanager
 def settings(patch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
-    """The variables of an S3 client; clients that were made with others are forgotten, before and after."""
+    """The variables of an S3 client while the block runs; clients of another address are forgotten."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     patch.setenv("AWS_ENDPOINT_URL", address)
@@ -66,14 +66,26 @@ def settings(patch: pytest.MonkeyPatch, address: str) -> Iterator[None]:
     patch.setattr(s3fs.S3FileSystem, "retries", 1)
     patch.setenv("AWS_CONFIG_FILE", os.devnull)
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    forget_clients()
+    before = _pointed[-1]
+    _point(address)
     try:
         yield
     finally:
+        _point(before or address)
+
+
+_pointed: list[str | None] = [None]
+"""Where the clients that there are point to."""
+
+
+def _point(address: str) -> None:
+    if _pointed[-1] != address:
         forget_clients()
+        _pointed[-1] = address
 
 
 def forget_clients() -> None:
+    """The next one reads the variables again."""
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -99,6 +111,7 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body are two small packets, the second waits for nothing
 
             def forward(self) -> None:
                 proxy.requests.append((self.command, self.path, self.headers.get("Range")))

@@ -26,7 +26,7 @@ from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_layout import LastRows
 from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import Problem, ProblemsError
-from tests.remote import file_system, local_s3, proxied, upload
+from tests.remote import file_system, forget_clients, local_s3, proxied, upload
 from tests.stores import random_contract, write_random_store
 
 ROOT = Path(__file__).parents[3]
@@ -213,8 +213,10 @@ def test_without_credentials_it_is_said_which_are_needed(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    forget_clients()
     with pytest.raises(ProblemsError) as error:
         open_reader("s3://bucket/store", cache)
+    forget_clients()
     (problem,) = error.value.problems
     assert (problem.kind, problem.where) == ("remote.credentials", "s3://bucket/store/manifest.json")
     assert "AWS_ACCESS_KEY_ID" in problem.fix
