@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,7 +92,7 @@ def _elsewhere(problems: Iterable[Problem], folder: Path | None, dataset: str | 
     if dataset is None or not is_url(dataset):
         return list(problems)
     return [
-        Problem(**{key: text.replace(str(folder), dataset) for key, text in item.to_dict().items()})
+        replace(item, **{key: text.replace(str(folder), dataset) for key, text in item.to_dict().items()})
         for item in problems
     ]
 

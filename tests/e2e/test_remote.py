@@ -150,7 +150,11 @@ def test_a_store_is_extracted_from_inspected_and_verified_at_its_url(
     for output, indices in (("same", [3, 5]), ("other", [2, 5])):  # copied, and extracted once more
         for place, name in ((str(old), f"{output}-local"), (url, output)):
             config = extract_config(target, data, tmp_path / name, output_indices=indices, shard_max_samples=4)
-            values = {"data": None, "cache": None if place == str(old) else cache, "from_store": place}
+            values = {
+                "data": None,
+                "cache": None if place == str(old) else CacheSection(**cache),  # type: ignore[arg-type]
+                "from_store": place,
+            }
             (tmp_path / f"{name}.yaml").write_text(dump_config(config.model_copy(update=values)))
             assert eagle3("extract", "--config", str(tmp_path / f"{name}.yaml")) == 0
         for path in (tmp_path / output).glob("*.safetensors"):
