@@ -37,7 +37,7 @@ class ImportReport:
         output: its folder.
         samples, tokens, supervised_tokens: in the store.
         imported: samples that this run added.
-        left_out: samples of the dump that cannot be imported, by kind.
+        left_out: other samples of the dump, by the kind of what bars them, or that they have no supervised token.
         layers, last_hidden_states, dtype: of its states, in words.
         probed: what came of the probe, in words.
         dry: nothing was to be written.

@@ -21,7 +21,7 @@ from eagle3.data.chat import load_tokenizer, special_token_ids
 from eagle3.data.imports.folder import Dump, check_places, find_dump, warn_of_locks
 from eagle3.data.imports.masks import Masks, open_masks
 from eagle3.data.imports.sample import Expected, RawSample
-from eagle3.data.imports.scan import Scan, read_sample, scan_dump, tokens_digest
+from eagle3.data.imports.scan import NOT_SUPERVISED, Scan, read_sample, scan_dump, tokens_digest
 from eagle3.data.store_check import check_shard
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT, Manifest, load_manifest
 from eagle3.data.store_layout import StoreLayout
@@ -91,7 +91,7 @@ def make_import_plan(cfg: ImportConfig) -> ImportPlan:
 
     Raises:
         ProblemsError: layers that the target does not have; an output that is something else; without `skip_bad`, every
-            sample that cannot be imported; states of several types.
+            sample that cannot be imported; none with a supervised token; states of several types.
     """
     source, output = Path(cfg.source), Path(cfg.output)
     dump, _ = _all_of(
@@ -191,9 +191,15 @@ def _usable(
 ) -> Scan:
     warn_of_locks(dump)
     scan = scan_dump(dump, masks, expected, store_dtype, known.__contains__, cfg.workers)
-    if scan.problems and (not cfg.skip_bad or not scan.found):
-        count = scan.left_out.total()
-        raise ProblemsError(scan.problems, f"{count:,} of {len(dump.names):,} samples cannot be imported")
+    problems, total = list(scan.problems), len(dump.names)
+    blank = scan.left_out[NOT_SUPERVISED]
+    if blank and not scan.found:
+        message = f"{blank:,} of its {total:,} samples can be imported, and none of these has a supervised token"
+        fix = "check the loss masks: pass loss_mask=all, or the file or folder that has the right ones (docs/import.md)"
+        problems.append(Problem(cfg.source, "import.nothing_supervised", message, fix))
+    if problems and (not cfg.skip_bad or not scan.found):
+        bad = scan.left_out.total() - blank
+        raise ProblemsError(problems, f"{bad:,} of {total:,} samples cannot be imported" if bad else None)
     for problem in scan.problems:
         print(f"left out: {problem}", file=sys.stderr)
     return scan

@@ -20,6 +20,9 @@ from eagle3.data.imports.sample import Expected, RawSample, faults, state_fault
 from eagle3.errors import Problem, ProblemsError, raise_problems
 from eagle3.progress import progress
 
+NOT_SUPERVISED = "no supervised token"
+"""Why a good sample is left out, as extraction does with conversations: nothing would be learned from it."""
+
 _MOST_WORKERS = 8
 
 
@@ -46,9 +49,9 @@ class Scan:
     """What a dump holds.
 
     Attributes:
-        found: what can be imported, in the dump's order.
-        left_out: how many samples cannot, by the kind of their first problem.
-        problems: all that is wrong with those.
+        found: what can be imported, in the dump's order; each has a supervised token.
+        left_out: how many others there are, by the kind of their first problem, or `NOT_SUPERVISED`.
+        problems: all that is wrong with those that cannot be imported.
     """
 
     found: Sequence[Found]
@@ -91,7 +94,8 @@ def scan_dump(
     is_known: Callable[[str], bool] = lambda name: False,
     workers: int | None = None,
 ) -> Scan:
-    """Reads every sample; a bad one is a problem of the result, not an error.
+    """Reads every sample; a bad one is a problem of the result, not an error. States of one without a supervised token
+    are not looked at.
 
     Args:
         dump, masks, expected: see there.
@@ -114,9 +118,12 @@ def scan_dump(
             pool.shutdown(cancel_futures=True)
     ordered = [found[number] for number in range(len(dump.names))]
     bad = [item for item in ordered if not isinstance(item, Found)]
+    good = [item for item in ordered if isinstance(item, Found)]
+    left_out = Counter(problems[0].kind for problems in bad)
+    left_out.update(NOT_SUPERVISED for item in good if not item.supervised)
     return Scan(
-        found=[item for item in ordered if isinstance(item, Found)],
-        left_out=Counter(problems[0].kind for problems in bad),
+        found=[item for item in good if item.supervised],
+        left_out=left_out,
         problems=[problem for problems in bad for problem in problems],
     )
 
@@ -145,12 +152,12 @@ def _checked(
         raw = read_sample(dump, masks, expected, name)
     except ProblemsError as error:
         return list(error.problems)
-    dtype = raw.aux_hidden_states.dtype
-    fault = None if is_known else state_fault(raw, store_dtype or dtype)
+    assert raw.loss_mask is not None
+    dtype, supervised = raw.aux_hidden_states.dtype, int(raw.loss_mask.to(torch.uint8).sum())
+    fault = None if is_known or not supervised else state_fault(raw, store_dtype or dtype)
     if fault is not None:
         return [Problem(str(dump.folder / name), f"import.{fault[0]}", *fault[1:])]
-    assert raw.loss_mask is not None
-    return Found(name, len(raw.input_ids), int(raw.loss_mask.to(torch.uint8).sum()), dtype, tokens_digest(raw))
+    return Found(name, len(raw.input_ids), supervised, dtype, tokens_digest(raw))
 
 
 def tokens_digest(raw: RawSample) -> bytes:

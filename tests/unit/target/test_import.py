@@ -84,6 +84,10 @@ def changed(sample: DumpSample, value: float) -> DumpSample:
     return replace(sample, last=last)
 
 
+def unsupervised(sample: DumpSample) -> DumpSample:
+    return replace(sample, mask=torch.zeros_like(sample.mask))
+
+
 def test_what_is_missing_is_named_all_at_once() -> None:
     with pytest.raises(ProblemsError) as caught:
         build_config(ImportConfig, {"source": "dump"}, "import.yaml")
@@ -265,13 +269,45 @@ def test_last_hidden_states_of_supervised_tokens_or_of_all(
     assert refused(cfg.model_copy(update={"last_hidden_rows": other})) == ["store.other_settings"]
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_samples_without_supervised_tokens(llama: Path, samples: list[DumpSample], tmp_path: Path, count: int) -> None:
-    blank = [replace(sample, mask=torch.zeros_like(sample.mask)) for sample in samples[:count]]
-    run_import(config(llama, write_specforge(tmp_path / "dump", [*blank, *samples[count:]]), tmp_path / "store"))
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_samples_without_a_supervised_token_are_left_out_and_counted(
+    llama: Path, samples: list[DumpSample], tmp_path: Path, count: int
+) -> None:
+    """As extraction drops such conversations; whatever their states are, they do not matter."""
+    blank = [changed(unsupervised(sample), float("nan")) for sample in samples[:count]]
+    cfg = config(llama, write_specforge(tmp_path / "dump", [*blank, *samples[count:]]), tmp_path / "store")
 
-    assert len(StoreReader(tmp_path / "store")) == 7
+    report = run_import(cfg)
+
+    assert [sample.id for sample in StoreReader(tmp_path / "store").samples] == [
+        f"rows_0-7/data_{number}.ckpt" for number in range(count, 7)
+    ]
+    assert f"{count} samples left out: no supervised token" in report.render()
     assert verify(tmp_path / "store", deep=True) == []
+    assert run_import(cfg).imported == 0
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_dump_without_any_supervised_token_is_one_error(
+    llama: Path, samples: list[DumpSample], tmp_path: Path, skip_bad: bool
+) -> None:
+    source = write_specforge(tmp_path / "dump", [unsupervised(sample) for sample in samples])
+
+    with pytest.raises(ProblemsError, match="7 of its 7 samples can be imported, and none of these has a supervised"):
+        run_import(config(llama, source, tmp_path / "store", skip_bad=skip_bad))
+    assert refused(config(llama, source, tmp_path / "store", skip_bad=skip_bad)) == ["import.nothing_supervised"]
+    assert run_import(config(llama, source, tmp_path / "store", loss_mask="all")).samples == 7
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_bad_samples_are_named_beside_a_rest_without_a_supervised_token(
+    llama: Path, samples: list[DumpSample], tmp_path: Path, skip_bad: bool
+) -> None:
+    source = write_specforge(tmp_path / "dump", [samples[0].cut(mask=4), *map(unsupervised, samples[1:])])
+
+    kinds = refused(config(llama, source, tmp_path / "store", skip_bad=skip_bad))
+
+    assert kinds == ["import.length", "import.nothing_supervised"]
 
 
 def test_states_of_several_types_are_refused_unless_one_is_named(
