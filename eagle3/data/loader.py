@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
@@ -14,7 +13,7 @@ from random import Random
 import torch
 
 from eagle3.data.packing import pack_rows
-from eagle3.data.row_reader import Part, RowReader, wait_for
+from eagle3.data.row_reader import Part, Reading, RowReader, wait_for
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.draft.batch import DraftBatch
 
@@ -224,13 +223,13 @@ def read_batches(reader: StoreReader, micro_batches: Sequence[Sequence[Row]], ma
 
 def _begin(
     reader: StoreReader, states: RowReader, micro_batches: Sequence[Sequence[Row]], max_length: int
-) -> tuple[list[DraftBatch], list[Future[None]]]:
+) -> tuple[list[DraftBatch], list[Reading]]:
     """Batches of these samples of the store, and the reads that fill them."""
     contract, layout = reader.contract, reader.layout
     widths = (len(contract.output_indices) * contract.hidden_size, contract.hidden_size)
     slots = len(contract.output_indices) if layout.scaled else 0
     batches: list[DraftBatch] = []
-    jobs: list[Future[None]] = []
+    jobs: list[Reading] = []
     for rows in micro_batches:
         if not rows:
             batches.append(empty_batch(*widths, layout.dtype, slots))

@@ -19,8 +19,8 @@ from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 
+from eagle3.data.open_shard import OpenShard
 from eagle3.data.piece_cache import Piece, PieceCache
 from eagle3.data.remote_folder import PUSH_MARK, RemoteFile, RemoteFolder, changed
 from eagle3.data.store import Place, StoreReader
@@ -104,34 +104,34 @@ class RemoteStoreReader(StoreReader):
         self._headers: dict[str, Header] = {}
         self._header_locks: dict[str, Lock] = {}
         self._take(manifest)
-        self._shards: list[tuple[ShardInfo, int]] = []
+        self._origins: list[tuple[ShardInfo, int]] = []
         for shard in manifest.shards:
-            self._shards += [(shard, place) for place in range(len(shard.samples))]
+            self._origins += [(shard, place) for place in range(len(shard.samples))]
         self._places = [
-            Place(_sample_file(*at), *sample_rows([at[0].samples[at[1]]], self.layout)[0]) for at in self._shards
+            Place(_sample_file(*at), *sample_rows([at[0].samples[at[1]]], self.layout)[0]) for at in self._origins
         ]
-        self._open = self._map
+        self._open = self.open_shard
         raise_problems(self._check_fingerprint(manifest), title)
 
+    def open_shard(self, file: str) -> OpenShard:
+        """A file of the cache, which is held meanwhile."""
+        return OpenShard(self.folder / file)
+
     def read(self, index: int) -> StoredSample:
-        """Sample `index` (0-based, manifest order), in memory."""
+        """Sample `index` (0-based, manifest order)."""
         with self.held(index):
-            sample = super().read(index)
-            tensors: dict[str, Any] = {
-                name: value.clone() for name, value in vars(sample).items() if isinstance(value, torch.Tensor)
-            }
-            return dataclasses.replace(sample, **tensors)
+            return super().read(index)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 [t] and loss_mask bool [t] of sample `index`, without fetching its states."""
         if self._piece(index).name in self._cache:
             with self.held(index):
-                input_ids, loss_mask = super().read_tokens(index)
-                return input_ids.clone(), loss_mask.clone()
-        shard, place = self._shards[index]
+                return super().read_tokens(index)
+        shard, place = self._origins[index]
         rows = sample_rows(shard.samples[: place + 1], self.layout)[place][0]
-        with self._cache.held(self._table(shard, self.where(index))) as path, safe_open(path, "pt") as table:
-            input_ids, loss_mask = (table.get_slice(name)[rows].clone() for name in _TOKEN_TENSORS)
+        with self._cache.held(self._table(shard, self.where(index))) as path:
+            table = OpenShard(path)
+            input_ids, loss_mask = (table.rows(name, rows) for name in _TOKEN_TENSORS)
         input_ids = input_ids.int()
         self._check_tokens(index, input_ids, loss_mask)
         return input_ids, loss_mask.bool()
@@ -144,7 +144,7 @@ class RemoteStoreReader(StoreReader):
             ProblemsError: kind `cache.too_small`, two groups that follow each other do not fit.
         """
         if tokens_only:
-            used = (self._shards[index][0] for group in groups for index in group)
+            used = (self._origins[index][0] for group in groups for index in group)
             shards = list({shard.file: shard for shard in used}.values())
             with self._cache.ahead([self._table(shard).name for shard in shards], lambda at: self._table(shards[at])):
                 yield lambda count: None
@@ -180,12 +180,12 @@ class RemoteStoreReader(StoreReader):
 
     def where(self, index: int) -> str:
         """URL of the shard, and id, of sample `index`, for messages."""
-        shard, place = self._shards[index]
+        shard, place = self._origins[index]
         return f"{self._remote.where(shard.file)}: sample {shard.samples[place].id!r}"
 
     def _piece(self, index: int) -> Piece:
         """The shard that holds this sample alone."""
-        shard, place = self._shards[index]
+        shard, place = self._origins[index]
         name = f"{self._prefix}/{_sample_file(shard, place)}"
         return self._part(name, self.where(index), shard, place)
 
@@ -200,7 +200,7 @@ class RemoteStoreReader(StoreReader):
 
     def _about(self, index: int) -> int:
         """Bytes of a sample in the cache, without asking for its header."""
-        shard, place = self._shards[index]
+        shard, place = self._origins[index]
         return shard.bytes * shard.samples[place].tokens // shard.tokens + _HEADER_BYTES
 
     def _size(self, shard: ShardInfo, place: int | None, where: str) -> int:

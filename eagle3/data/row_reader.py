@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 
+from eagle3.data.open_shard import bytes_of, of_samples
 from eagle3.data.store import StoreReader
-from eagle3.errors import problem_error
-from eagle3.files import read_into
-from eagle3.wiring.safetensors_header import read_header
+from eagle3.errors import Problem, ProblemsError, raise_problems
 
 _THREADS = 8
 _JOB_BYTES = 16 << 20
@@ -36,6 +34,13 @@ class Part(NamedTuple):
     target: torch.Tensor
 
 
+class Reading(NamedTuple):
+    """A read that was begun, and the sample that it is of."""
+
+    sample: str
+    job: Future[None]
+
+
 class RowReader:
     """Threads that read for one consumer. A context manager; what is still to be read at its end is dropped.
 
@@ -47,9 +52,9 @@ class RowReader:
     def __init__(self, reader: StoreReader, threads: int | None = None) -> None:
         self._reader = reader
         self._pool = ThreadPoolExecutor(threads or _THREADS, thread_name_prefix="read_rows")
-        self._open = lru_cache(maxsize=reader.keeps_open)(_Shard)
+        self._open = lru_cache(maxsize=reader.keeps_open)(reader.open_shard)
 
-    def read(self, index: int, parts: Sequence[Part]) -> list[Future[None]]:
+    def read(self, index: int, parts: Sequence[Part]) -> list[Reading]:
         """Begins to read rows of the shard that a sample is in.
 
         Args:
@@ -57,10 +62,10 @@ class RowReader:
             parts: what to read, and where to.
 
         Returns:
-            the reads; one whose file has become shorter, or cannot be fetched, raises `ProblemsError`, which names
-            shard and sample.
+            the reads, for `wait_for`.
         """
-        return [self._pool.submit(self._fill, index, pieces) for pieces in _jobs(parts)]
+        sample = self._reader.samples[index].id
+        return [Reading(sample, self._pool.submit(self._fill, index, pieces)) for pieces in _jobs(parts)]
 
     def __enter__(self) -> Self:
         return self
@@ -71,12 +76,9 @@ class RowReader:
 
     def _fill(self, index: int, pieces: Sequence[_Piece]) -> None:
         with self._reader.held(index):
-            shard = self._open(self._reader.folder / self._reader.place(index).file)
-            for name, begin, memory in pieces:
-                if not shard.read(name, begin, memory):
-                    message = "the file has become shorter while in use"
-                    fix = "run `eagle3 data verify`, then `eagle3 extract` again"
-                    raise problem_error(self._reader.where(index), "store.shard_truncated", message, fix)
+            shard = self._open(self._reader.place(index).file)
+            for piece in pieces:
+                shard.read(*piece)
 
 
 def _jobs(parts: Sequence[Part]) -> Iterator[list[_Piece]]:
@@ -84,7 +86,7 @@ def _jobs(parts: Sequence[Part]) -> Iterator[list[_Piece]]:
     job: list[_Piece] = []
     room = _JOB_BYTES
     for name, row, target in parts:
-        memory = target.view(torch.uint8).flatten().numpy().data
+        memory = bytes_of(target)
         first, at = row * (len(memory) // max(len(target), 1)), 0
         while at < len(memory):
             piece = memory[at : at + room]
@@ -97,21 +99,18 @@ def _jobs(parts: Sequence[Part]) -> Iterator[list[_Piece]]:
         yield job
 
 
-class _Shard:
-    """An open shard and where its tensors begin."""
+def wait_for(readings: Sequence[Reading]) -> None:
+    """Waits for reads.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        header = read_header(path)
-        self._begins = {name: header.data_start + tensor.begin for name, tensor in header.tensors.items()}
-        self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
-
-    def read(self, name: str, begin: int, target: memoryview) -> bool:
-        """Fills `target` from byte `begin` of a tensor; false if the file ends before."""
-        return read_into(self._handle.fileno(), target, self._begins[name] + begin) == len(target)
-
-
-def wait_for(jobs: Sequence[Future[None]]) -> None:
-    """Waits for reads; raises what went wrong in the first that failed."""
-    for job in jobs:
-        job.result()
+    Raises:
+        ProblemsError: kinds `store.shard_truncated`, `store.unreadable`, and those of `StoreReader.open_shard`; each
+            with the samples that were to be read.
+    """
+    bad: dict[Problem, list[str]] = {}
+    for sample, job in readings:
+        try:
+            job.result()
+        except ProblemsError as error:  # raised below, together with those of all other reads
+            for problem in error.problems:
+                bad.setdefault(problem, []).append(sample)
+    raise_problems(of_samples(problem, list(dict.fromkeys(samples))) for problem, samples in bad.items())

@@ -1,4 +1,4 @@
-"""The hidden-state store: a reader that maps shards lazily; the writer is in `store_writer`.
+"""The hidden-state store: a reader that opens shards when they are needed; the writer is in `store_writer`.
 
 Legend: T tokens of a sample, H target hidden, V target vocab.
 """
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.data.store_check import INCOMPLETE, check_store
+from eagle3.data.open_shard import OpenShard, naming
+from eagle3.data.store_check import INCOMPLETE, check_shard, check_store
 from eagle3.data.store_format import TARGET_HEAD_FILE, Manifest, SampleInfo, load_manifest, sample_rows
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_verify import verify
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class StoreReader:
-    """A store that is whole. Opening it reads the manifest and each file's header; states are mapped when read.
+    """A store that is whole. Opening it reads the manifest and each file's header; states are read when asked for.
 
     `RemoteStoreReader` is the same for a store at a URL; `eagle3.data.open_reader.open_reader` gives the right one.
 
@@ -89,7 +89,8 @@ class StoreReader:
         for shard in manifest.shards:
             self.samples += shard.samples
             self._places += [Place(shard.file, *rows) for rows in sample_rows(shard.samples, manifest.layout)]
-        self._open: Callable[[str], Any] = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
+        self._by_name = {shard.file: shard for shard in manifest.shards}
+        self._open: Callable[[str], OpenShard] = lru_cache(maxsize=_OPEN_SHARDS)(self.open_shard)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -114,21 +115,26 @@ class StoreReader:
         return nullcontext()
 
     def read(self, index: int) -> StoredSample:
-        """Sample `index` (0-based, manifest order); its tensors are mapped from disk, not loaded, but for fp8 states,
-        which come as bfloat16.
+        """Sample `index` (0-based, manifest order); fp8 states come as bfloat16.
+
+        Raises:
+            ProblemsError: as `read_tokens`.
         """
-        place = self._places[index]
-        aux, last = self._slice(place, "aux_hidden_states"), self._slice(place, "last_hidden_states")
+        aux, last = self._rows(index, "aux_hidden_states"), self._rows(index, "last_hidden_states")
         if self.layout.scaled:
             slots = aux.unflatten(1, (-1, self.contract.hidden_size))
-            aux = dequantize(slots, self._slice(place, "aux_scales")).flatten(1)
-            last = dequantize(last, self._slice(place, "last_scales"))
+            aux = dequantize(slots, self._rows(index, "aux_scales")).flatten(1)
+            last = dequantize(last, self._rows(index, "last_scales"))
         return StoredSample(self.samples[index].id, *self.read_tokens(index), aux, last)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states."""
-        input_ids = self._slice(self._places[index], "input_ids").int()
-        loss_mask = self._slice(self._places[index], "loss_mask")
+        """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states.
+
+        Raises:
+            ProblemsError: they cannot be; or as `open_shard` and `OpenShard.read`, with the sample's id.
+        """
+        input_ids = self._rows(index, "input_ids").int()
+        loss_mask = self._rows(index, "loss_mask")
         self._check_tokens(index, input_ids, loss_mask)
         return input_ids, loss_mask.bool()
 
@@ -139,6 +145,15 @@ class StoreReader:
     def where(self, index: int) -> str:
         """Shard and id of sample `index`, for messages."""
         return f"{self.folder / self._places[index].file}: sample {self.samples[index].id!r}"
+
+    def open_shard(self, file: str) -> OpenShard:
+        """A shard by its name, which must still be what the manifest lists.
+
+        Raises:
+            ProblemsError: kinds `store.shard_*`, `store.sample_*`, `store.unreadable`.
+        """
+        raise_problems(check_shard(self.folder, self._by_name[file], self.layout))
+        return OpenShard(self.folder / file)
 
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
@@ -158,10 +173,7 @@ class StoreReader:
             message = f"has {found} in its loss mask, the manifest lists {listed} supervised tokens: one is damaged"
             raise problem_error(self.where(index), "store.loss_mask", message, fix)
 
-    def _map(self, file: str) -> Any:
-        return safe_open(self.folder / file, "pt")
-
-    def _slice(self, place: Place, name: str) -> torch.Tensor:
-        rows = place.last if name.startswith("last") else place.rows
-        rows_of: torch.Tensor = self._open(place.file).get_slice(name)[rows]
-        return rows_of
+    def _rows(self, index: int, name: str) -> torch.Tensor:
+        place = self._places[index]
+        with naming(self.samples[index].id):
+            return self._open(place.file).rows(name, place.last if name.startswith("last") else place.rows)
