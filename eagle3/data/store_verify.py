@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from eagle3.data.open_shard import OpenShard
 from eagle3.data.store_check import REDO, check_store, samples_said
 from eagle3.data.store_format import FileInfo, Manifest, SampleInfo, ShardInfo, load_manifest, sample_rows
 from eagle3.data.store_layout import StoreLayout
@@ -26,7 +26,7 @@ from eagle3.progress import progress
 from eagle3.wiring.contract import WiringContract
 
 _REDO_DEEP = f"`eagle3 data repair --yes` drops that shard; then {REDO}"
-_CHUNK_TOKENS = 4096
+_CHUNK_TOKENS = 128
 _MOST_WORKERS = 8
 
 
@@ -112,9 +112,12 @@ def check_file(folder: Path, file: FileInfo, layout: StoreLayout) -> list[Proble
     try:
         problems = _check_sum(folder, file)
         return problems + (_check_values(folder, file, layout) if isinstance(file, ShardInfo) else [])
-    except (OSError, SafetensorError) as error:  # a disk that fails, or the file changed since its header was checked
-        message = f"cannot be read: {getattr(error, 'strerror', None) or error} {samples_said(file)}".rstrip()
+    except OSError as error:  # a disk that fails
+        message = f"cannot be read: {error.strerror or error} {samples_said(file)}".rstrip()
         return [Problem(str(folder / file.file), "store.unreadable", message, _REDO_DEEP)]
+    except ProblemsError as error:  # a disk that fails, or the file changed since its header was checked
+        inside = samples_said(file)
+        return [replace(item, message=f"{item.message} {inside}", fix=_REDO_DEEP) for item in error.problems]
 
 
 def _check_sum(folder: Path, file: FileInfo) -> list[Problem]:
@@ -127,18 +130,19 @@ def _check_sum(folder: Path, file: FileInfo) -> list[Problem]:
 
 def _check_values(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[Problem]:
     """The values of every sample, a chunk of rows at a time."""
-    problems, rows = [], sample_rows(shard.samples, layout)
-    with safe_open(folder / shard.file, "pt") as file:
-        for sample, (every, last) in zip(shard.samples, rows, strict=True):
-            faults = [*_token_faults(file, every, sample, layout.contract), *_state_faults(file, every, last, layout)]
-            for kind, message in faults:
-                text = f"sample {sample.id!r} {message}"
-                problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
+    problems, rows, file = [], sample_rows(shard.samples, layout), OpenShard(folder / shard.file)
+    for sample, (every, last) in zip(shard.samples, rows, strict=True):
+        faults = [*_token_faults(file, every, sample, layout.contract), *_state_faults(file, every, last, layout)]
+        for kind, message in faults:
+            text = f"sample {sample.id!r} {message}"
+            problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
     return problems
 
 
-def _token_faults(file: Any, rows: slice, sample: SampleInfo, contract: WiringContract) -> Iterator[tuple[str, str]]:
-    ids, mask = file.get_slice("input_ids")[rows].int(), file.get_slice("loss_mask")[rows]
+def _token_faults(
+    file: OpenShard, rows: slice, sample: SampleInfo, contract: WiringContract
+) -> Iterator[tuple[str, str]]:
+    ids, mask = file.rows("input_ids", rows).int(), file.rows("loss_mask", rows)
     if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
         message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
         yield "ids_out_of_range", message
@@ -148,13 +152,14 @@ def _token_faults(file: Any, rows: slice, sample: SampleInfo, contract: WiringCo
         yield "loss_mask", f"has {mask.sum()} supervised tokens, the manifest says {sample.supervised}"
 
 
-def _state_faults(file: Any, every: slice, last: slice, layout: StoreLayout) -> Iterator[tuple[str, str]]:
+def _state_faults(file: OpenShard, every: slice, last: slice, layout: StoreLayout) -> Iterator[tuple[str, str]]:
     for name, rows in (("aux_hidden_states", every), ("last_hidden_states", last)):
-        states, begins = file.get_slice(name), range(rows.start, rows.stop, _CHUNK_TOKENS)
-        if not all(_finite(states[begin : min(begin + _CHUNK_TOKENS, rows.stop)]) for begin in begins):
+        begins = range(rows.start, rows.stop, _CHUNK_TOKENS)
+        chunks = (file.rows(name, slice(begin, min(begin + _CHUNK_TOKENS, rows.stop))) for begin in begins)
+        if not all(map(_finite, chunks)):
             yield "non_finite", f"has NaN or infinity in its {name}"
     for name, rows in (("aux_scales", every), ("last_scales", last)) if layout.scaled else ():
-        if rows.stop > rows.start and not are_scales(file.get_slice(name)[rows]):
+        if rows.stop > rows.start and not are_scales(file.rows(name, rows)):
             yield "scale", f"has numbers in its {name} that are no powers of two"
 
 

@@ -6,10 +6,13 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eagle3.data import store_verify
 from eagle3.data.loader import BatchPlan, load_windows, read_batches
+from eagle3.data.open_shard import OpenShard
 from eagle3.data.store import StoreReader
 from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import Problem, ProblemsError
@@ -144,3 +147,22 @@ def test_all_samples_whose_states_cannot_be_read_are_in_one_error(
         f"{shard(folder)}: samples 's0', 's1'",
         f"{shard(folder, 2)}: sample 's4'",
     ]
+
+
+def test_a_shard_that_is_cut_while_it_is_verified_is_a_problem_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store_verify._state_faults
+
+    def cut_first(file: OpenShard, *rest: Any) -> Any:
+        os.truncate(file.path, 9000)
+        return real(file, *rest)
+
+    def child() -> None:
+        problems = store_verify.verify(folder, deep=True, workers=1)
+        assert [problem.where for problem in problems] == [str(shard(folder, number)) for number in range(3)]
+        assert {problem.kind for problem in problems} == {"store.shard_truncated"}
+        assert "(samples s2, s3)" in problems[1].message and "data repair" in problems[1].fix
+
+    monkeypatch.setattr(store_verify, "_state_faults", cut_first)
+    assert os.waitpid(in_a_child(child), 0)[1] == 0
