@@ -16,7 +16,8 @@ from eagle3.draft.loss import TargetHead
 from eagle3.errors import raise_problems
 from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
-from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan, process_problems
+from eagle3.target.joint_copy import copy_jointly
+from eagle3.target.plan import ExtractPlan, check_disk, check_resume, make_plan, process_problems, sharing_process
 from eagle3.target.reuse import changes, copy_states, reusable
 from eagle3.target.ring_extract import RingReport, check_ring, for_ring, plan_ring, write_ring
 from eagle3.target.selfcheck import self_check
@@ -25,6 +26,8 @@ from eagle3.target.stream_extract import extract_streamed
 from eagle3.target.stream_plan import begun_manifest, begun_settings, settle_sizes
 from eagle3.target.stream_ring import extract_streamed_ring
 from eagle3.target.write import Done, Write, write_store
+
+_COPIED = "it has all of these states: they are copied, the target does not run"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
     """
     assert cfg.ring is None, "run_extract_ring writes rings"
     plan = make_plan(cfg)
-    raise_problems(process_problems(plan))
+    source = reusable(plan)
+    process = sharing_process(plan)
+    raise_problems(process_problems(plan) if source is None else ())
     if plan.engine == "streamed":
         plan = settle_sizes(plan, begun_settings(plan))
     lacking: Sequence[str] = ()
@@ -73,7 +78,10 @@ def run_extract(cfg: ExtractConfig) -> ExtractReport:
     check_disk(plan)
     if check_resume(plan):
         extracted = 0
-    elif plan.engine == "streamed" and reusable(plan) is None:
+    elif source is not None and process.count > 1:
+        print(_COPIED, file=sys.stderr)
+        extracted, lacking = copy_jointly(plan, source, process)
+    elif plan.engine == "streamed" and source is None:
         extracted, lacking = extract_streamed(plan)
     else:
         extracted = _run_whole(plan, write_store)
@@ -114,7 +122,7 @@ def _say_changes(plan: ExtractPlan) -> None:
 def _run_whole(plan: ExtractPlan, write: Write[Done]) -> Done:
     """With whatever gives whole samples."""
     if (source := reusable(plan)) is not None:
-        print("it has all of these states: they are copied, the target does not run", file=sys.stderr)
+        print(_COPIED, file=sys.stderr)
         return copy_states(plan, source, write)
     return extract_served(plan, write) if plan.engine == "sglang" else _extract(plan, write)
 

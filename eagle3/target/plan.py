@@ -28,7 +28,7 @@ from eagle3.target.engine_choice import resolve_engine
 from eagle3.target.head_tensors import find_target_with_head
 from eagle3.target.identity import target_contract, target_identity
 from eagle3.target.resolve import TargetFiles, find_target
-from eagle3.target.shares import this_process
+from eagle3.target.shares import Process, this_process
 from eagle3.target.source import Source, read_source
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import LayerWiring
@@ -196,15 +196,26 @@ def room_estimate(
     return estimate, [Problem(str(folder), "extract.disk", message, fix)]
 
 
-def process_problems(plan: ExtractPlan) -> list[Problem]:
-    """Why several processes may not run this engine: only the streamed one shares its work. Tasks of a SLURM array may
-    each be an extraction of their own.
+def sharing_process(plan: ExtractPlan) -> Process:
+    """This process among those that share the work. Tasks of a SLURM array may each be an extraction of their own, so
+    they share only what the streamed engine does.
 
     Raises:
         ProblemsError: as `this_process`.
     """
     process = this_process(plan.cfg.stream)
-    if plan.engine == "streamed" or process.count == 1 or process.source == "SLURM_ARRAY_TASK_ID":
+    own = plan.engine != "streamed" and process.source == "SLURM_ARRAY_TASK_ID"
+    return Process() if own else process
+
+
+def process_problems(plan: ExtractPlan) -> list[Problem]:
+    """Why several processes may not run this engine: only the streamed one shares its work.
+
+    Raises:
+        ProblemsError: as `this_process`.
+    """
+    process = sharing_process(plan)
+    if plan.engine == "streamed" or process.count == 1:
         return []
     message = f"this is process {process.index} of {process.count}, and engine={plan.engine} takes one process alone"
     return [Problem(process.source, "extract.one_process", message, "pass engine=streamed, or start one process")]

@@ -14,7 +14,7 @@ from eagle3.data.open_reader import open_reader
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_format import TARGET_HEAD_FILE
 from eagle3.target.plan import ExtractPlan
-from eagle3.target.write import Done, Write
+from eagle3.target.write import Done, Make, Write
 
 _SAME = ("target_config_digest", "num_hidden_layers", "hidden_size", "last_hidden_states")
 
@@ -46,6 +46,11 @@ def reusable(plan: ExtractPlan) -> StoreReader | None:
 
 def copy_states(plan: ExtractPlan, reader: StoreReader, write: Write[Done]) -> Done:
     """Writes the samples that are lacking, from the old store's states."""
+    return write(plan, load_file(reader.folder / TARGET_HEAD_FILE), copier(plan, reader), label="copy")
+
+
+def copier(plan: ExtractPlan, reader: StoreReader) -> Make:
+    """Gives the plan's samples with the old store's states."""
     old = reader.contract
     slots = [old.output_indices.index(index) for index in plan.contract.output_indices]
     places = {sample.id: index for index, sample in enumerate(reader.samples)}
@@ -57,7 +62,7 @@ def copy_states(plan: ExtractPlan, reader: StoreReader, write: Write[Done]) -> D
                 yield index, _copied(reader, place, slots, plan.layout.value_dtype)
                 done(1)
 
-    return write(plan, load_file(reader.folder / TARGET_HEAD_FILE), make, label="copy")
+    return make
 
 
 def _copied(reader: StoreReader, index: int, slots: list[int], dtype: torch.dtype) -> StoredSample:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import torch
 
 from eagle3.config import build_config
 from eagle3.config.schema import ExtractConfig
-from eagle3.data.store import StoreReader
+from eagle3.data.store import StoreReader, verify
 from eagle3.errors import ProblemsError
 from eagle3.target import extract
 from eagle3.target.extract import run_extract
 from eagle3.target.tiny import make_tiny_llama
+from tests.children import in_a_child, killed
 from tests.unit.target.cases import extract_config, relative, write_conversations
 
 
@@ -138,6 +141,80 @@ def test_last_hidden_states_that_are_not_there_run_the_target(
         return
     with pytest.raises(AssertionError, match="the target ran"):
         run_extract(cfg)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Files by name, without locks; of the manifest, all but when and how it was begun."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+    found["manifest.json"] = {**json.loads(found["manifest.json"]), "provenance": None, "seal": None}
+    return found
+
+
+@pytest.mark.parametrize("engine", ["transformers", "streamed"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_several_processes_copy_the_store_that_one_copies(
+    target: Path, old: Path, tmp_path: Path, engine: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"output_indices": [1, 5], "engine": engine, "store_dtype": dtype, "shard_max_samples": 2}
+    source = old
+    if dtype == "float8_e4m3fn":
+        source = tmp_path / "bfloat16"
+        run_extract(again(target, old, source, output_indices=[1, 5], store_dtype="bfloat16"))
+    run_extract(again(target, source, tmp_path / "one", **values))
+
+    def share(index: int) -> int:
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("RANK", str(index))
+        return in_a_child(lambda: run_extract(again(target, source, tmp_path / "three", **values)))
+
+    assert [os.waitpid(child, 0)[1] for child in map(share, range(3))] == [0, 0, 0]
+
+    assert len(list((tmp_path / "one").glob("shard-*"))) == 6
+    assert content(tmp_path / "three") == content(tmp_path / "one")
+    assert verify(tmp_path / "three", deep=True) == []
+
+
+def test_a_process_says_what_the_others_have_yet_to_copy_and_goes_on_after_a_kill(
+    target: Path, old: Path, tmp_path: Path
+) -> None:
+    def share(index: int, output: str = "two") -> ExtractConfig:
+        process = {"process_index": index, "process_count": 2}
+        return again(target, old, tmp_path / output, output_indices=[1, 5], shard_max_samples=2, stream=process)
+
+    run_extract(again(target, old, tmp_path / "one", output_indices=[1, 5], shard_max_samples=2))
+
+    report = run_extract(share(0))
+    assert report.extracted == 6 and list(report.lacking) == ["process 1: 3 shards"]
+    with pytest.raises(ProblemsError) as error:
+        StoreReader(tmp_path / "two")
+    assert [problem.kind for problem in error.value.problems] == ["store.incomplete"]
+    assert killed(lambda: run_extract(share(1)), "replace", 4)
+    report = run_extract(share(1))
+
+    assert 0 < report.extracted < 6 and not report.lacking
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+    assert run_extract(share(1)).extracted == 0
+
+
+def test_tasks_of_a_slurm_array_are_extractions_of_their_own(
+    target: Path, old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"ID": 1, "COUNT": 4, "MIN": 0, "STEP": 1}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{key}", str(value))
+
+    assert run_extract(again(target, old, tmp_path / "new", output_indices=[1, 5])).extracted == 12
+
+
+def test_several_processes_that_would_run_the_target_are_refused(
+    target: Path, old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+
+    with pytest.raises(ProblemsError, match="process 1 of 2") as error:
+        run_extract(again(target, old, tmp_path / "new", output_indices=[1, 4], engine="transformers"))
+    assert [problem.kind for problem in error.value.problems] == ["extract.one_process"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_store_is_never_changed_in_place(target: Path, old: Path) -> None:
