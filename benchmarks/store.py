@@ -6,8 +6,10 @@
 Prints a JSON line for each pass over the store: `plain` reads every shard with as many threads in large blocks, each
 into one buffer again and again, which stays in the processor's cache; `plain into memory` does so into two buffers of a
 batch's size by turns, as batches must be; `batches` is what the trainer iterates over (packed rows, shuffled, in pinned
-memory where there is a GPU); `open` is opening a store of many small shards. The page cache is dropped before each pass
-where the system lets a program do that, unless `--warm`.
+memory where there is a GPU), read by threads; `batches by processes` are the same, made by as many processes of a
+`DataLoader` with a thread each and sent through shared memory (which must hold two batches a process; the first pass
+starts them); `open` is opening a store of many small shards. The page cache is dropped before each pass where the system
+lets a program do that, unless `--warm`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from eagle3.data.loader import BatchPlan, load_windows
+from eagle3.data.loader import BatchPlan, Window, load_windows
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter
 from eagle3.data.store_format import ShardInfo, load_manifest, save_manifest, shard_name
 from eagle3.data.store_layout import LastRows, StoreLayout
@@ -49,7 +52,7 @@ def main() -> None:
     parser.add_argument("--row", type=int, help="tokens of a packed row; default: twice a sample's longest")
     parser.add_argument("--dtype", choices=DTYPE_CODES, default="bfloat16")
     parser.add_argument("--last-rows", choices=get_args(LastRows), default="supervised")
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=8, help="that read at a time, or processes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shards", type=int, default=20_000, help="of the store that is only opened (small: 200)")
     parser.add_argument("--warm", action="store_true", help="leave the page cache as it is")
@@ -62,10 +65,12 @@ def main() -> None:
         said = {"gb": round(size / 1e9, 3), "bytes_per_token": round(size / tokens), "torch": torch.__version__}
         print(json.dumps({"what": "written", **said}), flush=True)
         passes = {"plain": plain, "plain into memory": partial(plain, into_memory=True), "batches": batches}
+        passes["batches by processes"] = ByProcesses(folder, args)
         rates = {what: measure(what, work, folder, args) for what, work in passes.items()}
-        for what in ("plain", "plain into memory"):
-            share = round(rates["batches"] / rates[what], 3)
-            print(json.dumps({"what": f"batches as a share of {what}", "value": share}), flush=True)
+        for made in ("batches", "batches by processes"):
+            for what in ("plain", "plain into memory"):
+                share = round(rates[made] / rates[what], 3)
+                print(json.dumps({"what": f"{made} as a share of {what}", "value": share}), flush=True)
         opening(Path(temporary) / "many", 200 if args.shape == "small" else args.shards)
 
 
@@ -155,11 +160,53 @@ def plain(folder: Path, args: argparse.Namespace, number: int, into_memory: bool
 
 def batches(folder: Path, args: argparse.Namespace, number: int) -> int:
     """The trainer's batches of one epoch."""
-    row = args.row or 2 * SHAPES[args.shape][2]
-    reader = StoreReader(folder)
-    plan = BatchPlan(0, [item.tokens for item in reader.samples], row, pack=True)
-    for window in load_windows(reader, plan.epoch(number), range(len(reader)), row, threads=args.threads):
+    reader, windows, row = epoch(folder, args, number)
+    for window in load_windows(reader, windows, range(len(reader)), row, threads=args.threads):
         del window
+    return bytes_read(reader)
+
+
+class ByProcesses(Dataset[list[dict[str, Any]]]):
+    """The same batches, by processes that the first pass starts. A place is a pass and a window of its epoch."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.epochs = [epoch(folder, args, number) for number in range(args.repeats)]
+        self.places: list[tuple[int, int]] = []
+        self.loader = DataLoader(
+            self,
+            batch_size=None,
+            sampler=self.places,
+            num_workers=args.threads,
+            persistent_workers=True,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=without_gpu,
+        )
+
+    def __call__(self, folder: Path, args: argparse.Namespace, number: int) -> int:
+        reader, windows, _ = self.epochs[number]
+        self.places[:] = [(number, place) for place in range(len(windows))]
+        for window in self.loader:
+            del window
+        return bytes_read(reader)
+
+    def __getitem__(self, place: tuple[int, int]) -> list[dict[str, Any]]:
+        reader, windows, row = self.epochs[place[0]]
+        [made] = load_windows(reader, [windows[place[1]]], range(len(reader)), row, threads=1)
+        return [vars(batch) for batch in made]
+
+
+def without_gpu(worker: int) -> None:
+    """A forked process cannot pin memory: its parent does so with what it gets."""
+    torch.cuda.is_available = lambda: False
+
+
+def epoch(folder: Path, args: argparse.Namespace, number: int) -> tuple[StoreReader, list[Window], int]:
+    """The store, an epoch's windows and the tokens of a row."""
+    reader, row = StoreReader(folder), args.row or 2 * SHAPES[args.shape][2]
+    return reader, BatchPlan(0, [item.tokens for item in reader.samples], row, pack=True).epoch(number), row
+
+
+def bytes_read(reader: StoreReader) -> int:
     read = replace(reader.layout, last_rows="supervised")  # other rows are not read, whatever is there
     return sum(read.tensor_bytes(item.tokens, item.supervised) for item in reader.samples)
 

@@ -80,9 +80,11 @@ def test_what_accelerate_drops_in_silence_on_a_cpu_is_refused(folder: Path) -> N
 
 
 def test_the_store_benchmark_still_runs() -> None:
-    command = [sys.executable, "benchmarks/store.py", "--shape", "small", "--repeats", "1"]
+    command = [sys.executable, "benchmarks/store.py", "--shape", "small", "--repeats", "2", "--threads", "2"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     assert found.returncode == 0, found.stderr
-    for what in ("plain", "plain into memory", "batches", "batches as a share of plain", "open"):
+    passes = ("plain", "plain into memory", "batches", "batches by processes")
+    shares = ("batches as a share of plain", "batches by processes as a share of plain into memory")
+    for what in (*passes, *shares, "open"):
         assert f'{{"what": "{what}",' in found.stdout
