@@ -8,8 +8,8 @@ into one buffer again and again, which stays in the processor's cache; `plain in
 batch's size by turns, as batches must be; `batches` is what the trainer iterates over (packed rows, shuffled, in pinned
 memory where there is a GPU), read by threads; `batches by processes` are the same, made by as many processes of a
 `DataLoader` with a thread each and sent through shared memory (which must hold two batches a process; the first pass
-starts them); `open` is opening a store of many small shards. The page cache is dropped before each pass where the system
-lets a program do that, unless `--warm`.
+starts them); `open` is opening a store of many small shards. The page cache is dropped before each pass where the
+system lets a program do that, unless `--warm`.
 """
 
 from __future__ import annotations
