@@ -110,6 +110,8 @@ class RingWriter:
             state = read_reader(self.folder, len(self.ring.shards))
             released, self.finished = state.released, state.finished
             numbers = self._lacking(released)
+            if read_reader(self.folder, len(self.ring.shards)) != state:
+                continue  # what seemed to be lacking may have been released and removed meanwhile
             if self.finished or not numbers or self._has_room(numbers):
                 self._waited_since(began)
                 return [] if self.finished else numbers

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.data import ring_pulse
+from eagle3.data import ring_pulse, ring_writer
 from eagle3.data.ring_folder import ReaderState, check_ring_output, free_shards, is_listed, listed_bytes, read_reader
 from eagle3.data.ring_format import load_ring
 from eagle3.data.ring_pulse import Pulse, Watch
@@ -173,6 +173,24 @@ def test_the_furthest_shards_make_room_for_one_that_is_needed_first(ring: Path) 
     there = fill(ring)
     (ring / "reader.json").write_text('{"released": 2, "finished": false, "run": ""}')
     assert there == [4, 5, 6, 7, 8] and fill(ring) == [2, 3, 4, 5], "the last ones went for shards 2 and 3"
+
+
+def test_a_shard_that_is_released_while_the_writer_looks_is_not_made_again(
+    ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would remove it again before the next release, which may need its room."""
+    real = ring_writer.is_listed
+
+    def released_first(folder: Path, number: int) -> bool:
+        if number == 0:
+            (ring / "reader.json").write_text('{"released": 3, "finished": false, "run": ""}')
+            free_shards(ring, 3)
+        return real(folder, number)
+
+    with open_writer(ring, ring_plan(SAMPLES), SAMPLES, 0) as writer:
+        first = next(number for number in range(12) if not is_listed(ring, number))
+        monkeypatch.setattr(ring_writer, "is_listed", released_first)
+        assert writer.next_unit() == [first] and first > 3
 
 
 @pytest.mark.parametrize("text", ['{"released": -1, "finished": false, "run": ""}', '{"released": 1}', "[]"])
