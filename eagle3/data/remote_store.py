@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -224,7 +224,7 @@ class RemoteStoreReader(StoreReader):
         stretches: list[tuple[int, int]] = []
         for name in names if place is not None else [name for name in names if name in _TOKEN_TENSORS]:
             info = header.tensors[name]
-            first, rows = self._rows(shard, place, name, info)
+            first, rows = self._stretch(shard, place, name, info)
             row_bytes = (info.end - info.begin) // max(info.shape[0], 1)
             begin = header.data_start + info.begin + first * row_bytes
             if stretches and stretches[-1][1] == begin:  # all rows of the tensor before it, and these follow
@@ -234,7 +234,7 @@ class RemoteStoreReader(StoreReader):
         samples = shard.samples if place is None else shard.samples[place : place + 1]
         return file_header(layout, header_metadata(samples, self.layout.version)), stretches
 
-    def _rows(self, shard: ShardInfo, place: int | None, name: str, info: TensorInfo) -> tuple[int, int]:
+    def _stretch(self, shard: ShardInfo, place: int | None, name: str, info: TensorInfo) -> tuple[int, int]:
         """(first row, rows) of a sample in a tensor of its shard; without a place, of all samples."""
         if place is None:
             return 0, info.shape[0]
