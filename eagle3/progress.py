@@ -66,9 +66,8 @@ def _plain(label: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
 
     def line(note: str) -> None:
         seconds = max(time.monotonic() - start, 1e-9)
-        left = (total - done) * seconds / done if done else float("nan")
         rate = _rate(done / seconds, unit)
-        time_left = f", {left:.0f} s left" if done < total else ""
+        time_left = f", {(total - done) * seconds / done:.0f} s left" if 0 < done < total else ""
         print(f"{label}: {done:,}/{total:,} {unit}, {rate}{time_left} {note}".rstrip(), file=sys.stderr)
 
     def advance(count: int, note: str = "") -> None:

@@ -136,6 +136,9 @@ def _problem(model: type[Section], detail: Any, key: str, where: str) -> Problem
         return Problem(where, "config.unknown_key", f"unknown key {key!r}", f"did you mean {near[0]!r}?")
     if detail["type"] == "missing":
         return Problem(where, "config.missing", f"{key} is not given", f"add it, or pass {key}=... on the command line")
+    if detail["type"] == "model_type":
+        message = f"{key} is {detail['input']!r}, expected a section of keys"
+        return Problem(where, "config.value", message, f"give its keys, {key}.KEY=VALUE; --help lists them")
     message = f"{key} is {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
     return Problem(where, "config.value", message, f"correct {key}; --help says what it means")
 

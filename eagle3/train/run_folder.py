@@ -102,12 +102,16 @@ def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> l
         Problem(
             str(run / CONFIG_FILE),
             "run.other_config",
-            f"{key} is {mine.get(key, 'not set')!r} there, {theirs.get(key, 'not set')!r} now",
+            f"{key} is {_shown(mine.get(key))} there, {_shown(theirs.get(key))} now",
             fix,
         )
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE
     ]
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _state_differences(state: TrainState, setup: Setup, processes: int, run: Path) -> list[Problem]:

@@ -234,3 +234,11 @@ def test_template_arguments_are_json(value: str) -> None:
     overrides = ["target.path=t", "data.path=d", "output=o", f"data.chat_template_kwargs={{a: {value}}}"]
     with pytest.raises(ProblemsError, match=r"config\.value"):
         load_config(RegenerateConfig, None, overrides)
+
+
+def test_a_value_in_place_of_a_section_is_named_without_our_class_names() -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, ["dataset=x", "output=y", "output_indices=[1]", "cache=/nvme/cache"])
+    (problem,) = caught.value.problems
+    assert "cache is '/nvme/cache', expected a section of keys" in problem.message
+    assert "cache.KEY=VALUE" in problem.fix

@@ -28,3 +28,11 @@ def test_a_stopped_block_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         advance(1)
 
     assert "stopped" in capsys.readouterr().err
+
+
+def test_a_block_that_stopped_at_once_guesses_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("work", 3, "things"):
+        pass
+
+    err = capsys.readouterr().err
+    assert "stopped" in err and "left" not in err and "nan" not in err
