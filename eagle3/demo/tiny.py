@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3.data.tensor_file import plain_os_errors
 from eagle3.errors import Problem, raise_problems
-from eagle3.files import atomic_folder, write_text_atomic
+from eagle3.files import atomic_folder, refuse_url, write_text_atomic
 from eagle3.target.tiny import make_tiny_kimi
 
 _PROMPTS = 24
@@ -19,6 +19,7 @@ def make_tiny_kimi_folder(folder: Path) -> str:
     Raises:
         ProblemsError: kind `tiny.output`, what is there is not from this command; or the folder cannot be written.
     """
+    refuse_url(folder, "the output", "give a folder")
     target, prompts = folder / "target", folder / "prompts.jsonl"
     records = [
         {"id": f"prompt-{number}", "messages": [{"role": "user", "content": f"What is {number} plus {number + 1}?"}]}

@@ -16,6 +16,7 @@ from eagle3.config import RegenerateConfig
 from eagle3.data.chat import load_tokenizer, render_prompt
 from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
+from eagle3.files import refuse_url
 from eagle3.progress import progress
 from eagle3.target.answer_file import AnswerFile
 from eagle3.target.engines.transformers import load_model
@@ -85,6 +86,7 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
         ProblemsError: the target, the prompts or the output cannot be used, or an earlier run had other settings
             (each is listed).
     """
+    refuse_url(cfg.output, "the answers", "write to a local file")
     files = find_target(cfg.target)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
     conversations, skipped = load_conversations(cfg.data)

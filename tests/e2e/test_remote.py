@@ -193,6 +193,9 @@ def test_a_store_is_extracted_from_inspected_and_verified_at_its_url(
         (["train", "dataset=URL", "output_indices=[0,2,5]", "output=OUT"], "URL", "--cache"),
         (["export", "run=URL", "output=OUT"], "URL", "give a folder"),
         (["data", "push", "STORE", "OUT"], "OUT", "s3://bucket/folder"),
+        (["data", "pull", "STORE", "OUT"], "STORE", "s3://bucket/folder"),
+        (["regenerate", "target.path=x", "data.path=x", "output=URL"], "URL", "local file"),
+        (["tiny-kimi", "--output", "URL"], "URL", "give a folder"),
     ],
 )
 def test_a_url_where_a_folder_is_needed_is_refused_with_one_problem(
