@@ -21,7 +21,6 @@ from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import (
     TEMPORARY_SUFFIX,
     existing_folder,
-    is_url,
     only_writer,
     parse_json,
     read_json_object,
@@ -130,9 +129,7 @@ def _files(manifest: Manifest) -> list[FileInfo]:
 
 
 def _check_writable(url: str) -> None:
-    if not is_url(url):
-        raise problem_error(url, "remote.protocol", "is no URL", "give e.g. s3://bucket/folder")
-    if url.split(":")[0] in _READ_ONLY:
+    if url.split(":")[0].lower() in _READ_ONLY:
         fix = "for the Hugging Face hub use `hf upload-large-folder`; stores there are read as hf://..."
         raise problem_error(url, "remote.read_only", "stores are not pushed there", fix)
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from eagle3.errors import ProblemsError, problem_error
+from eagle3.errors import Eagle3Error, ProblemsError, problem_error
+from eagle3.files import is_url
 
 PUSH_MARK = "push.json"
 """Object that says which store is being pushed; it goes when the manifest is there."""
@@ -29,6 +30,7 @@ _CLIENT_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
     ("aiohttp", "ClientError"),
     ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
     ("gcsfs.retry", "HttpError"),
     ("google.auth.exceptions", "GoogleAuthError"),
 )
@@ -36,6 +38,7 @@ _NO_CREDENTIALS = (
     "log in, or set what the client reads (for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role)"
 )
 _NO_PERMISSION = "let these credentials list the bucket and read its objects (write, for a push)"
+_CHECK = "check the URL, and the settings that the client reads (for s3: AWS_ENDPOINT_URL, a profile)"
 _CHANGED = "nobody may change a store in use: start again, with the store as it is now"
 Result = TypeVar("Result")
 
@@ -59,6 +62,11 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
+        if not is_url(url):
+            raise problem_error(url, "remote.protocol", "is no URL", "give e.g. s3://bucket/folder")
+        if "::" in url:
+            fix = "give s3://, gs:// or hf://, without another URL in it"
+            raise problem_error(url, "remote.protocol", "is a chain of URLs, which is not supported", fix)
         protocol, _, rest = url.partition(":")
         protocol = protocol.lower()
         self.url = f"{protocol}://{rest.strip('/')}"
@@ -145,6 +153,8 @@ class RemoteFolder:
         for wait in (*_WAITS, None):
             try:
                 return action()
+            except Eagle3Error:
+                raise
             except _client_errors() as error:
                 if problem := _lasting(where, error):
                     raise problem from error
@@ -180,7 +190,7 @@ def _at_commit(file_system: Any, path: str, url: str) -> str:
 def _client_errors() -> tuple[type[BaseException], ...]:
     """What the clients that are loaded raise when a request fails."""
     loaded = [(sys.modules[module], name) for module, name in _CLIENT_ERRORS if module in sys.modules]
-    return (OSError, TimeoutError, *(getattr(module, name) for module, name in loaded))
+    return (OSError, TimeoutError, ValueError, *(getattr(module, name) for module, name in loaded))
 
 
 def _lasting(where: str, error: BaseException) -> ProblemsError | None:
@@ -196,7 +206,11 @@ def _lasting(where: str, error: BaseException) -> ProblemsError | None:
         fix = "another push is at work, or was killed: look at the URL, then run again"
         return problem_error(where, "remote.exists", "came into being meanwhile", fix)
     if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        return problem_error(where, "remote.refused", f"the service refuses: {_said(error)}", _CHANGED)
+        fix = f"check the URL; {_CHANGED}"
+        return problem_error(where, "remote.refused", f"the service refuses: {_said(error)}", fix)
+    if isinstance(error, ValueError) or type(error).__name__ == "ParamValidationError":
+        said = " ".join(_said(error).split())
+        return problem_error(where, "remote.refused", f"the client refuses: {said}", _CHECK)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return problem_error(where, "disk.full", _said(error), "free space, then run the same command again")
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from eagle3.data.open_shard import OpenShard
 from eagle3.data.piece_cache import Piece, PieceCache
 from eagle3.data.remote_folder import PUSH_MARK, RemoteFile, RemoteFolder, changed
 from eagle3.data.store import Place, StoreReader
-from eagle3.data.store_check import INCOMPLETE, check_header, check_size, check_target_head, check_whole, unlisted
+from eagle3.data.store_check import INCOMPLETE, REDO, check_header, check_size, check_target_head, check_whole, unlisted
 from eagle3.data.store_format import (
     MANIFEST_FILE,
     FileInfo,
@@ -43,6 +43,7 @@ from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, TensorInfo, parse_header, read_header
 
+PUSH_ELSEWHERE = "push the store to a new URL, from a copy that `eagle3 data verify` finds whole"
 _TOKEN_TENSORS = ("input_ids", "loss_mask")
 _CHUNK_BYTES = 16 << 20
 _FIRST_BYTES = 64 << 10
@@ -261,10 +262,10 @@ class RemoteStoreReader(StoreReader):
         first = self._remote.read(shard.file, 0, min(_FIRST_BYTES, shard.bytes), reader)
         length = int.from_bytes(first[:_LENGTH_BYTES], "little")
         if _LENGTH_BYTES + length > shard.bytes:
-            raise problem_error(where, "safetensors.format", "is not a safetensors file", "push the store again")
+            raise problem_error(where, "safetensors.format", "is not a safetensors file", PUSH_ELSEWHERE)
         raw = first + self._remote.read(shard.file, len(first), max(len(first), _LENGTH_BYTES + length), reader)
         header = parse_header(raw[_LENGTH_BYTES : _LENGTH_BYTES + length], shard.bytes, where)
-        raise_problems(check_header(header, shard, self.layout, where))
+        raise_problems(at_url(check_header(header, shard, self.layout, where)))
         return dataclasses.replace(header, metadata={})
 
     def _check_fingerprint(self, manifest: Manifest) -> list[Problem]:
@@ -281,7 +282,9 @@ class RemoteStoreReader(StoreReader):
 
     def _elsewhere(self, problems: Sequence[Problem]) -> list[Problem]:
         """Problems that name the store, not its copies in the cache."""
-        return [dataclasses.replace(item, where=item.where.replace(str(self.folder), self.name)) for item in problems]
+        return at_url(
+            dataclasses.replace(item, where=item.where.replace(str(self.folder), self.name)) for item in problems
+        )
 
 
 def read_remote_manifest(remote: RemoteFolder) -> tuple[bytes, Manifest]:
@@ -303,7 +306,7 @@ def read_remote_manifest(remote: RemoteFolder) -> tuple[bytes, Manifest]:
         value = parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
         message = f"is not valid JSON (the manifest of a hidden-state store): {error}"
-        raise problem_error(where, "file.not_json", message, "push the store again") from None
+        raise problem_error(where, "file.not_json", message, PUSH_ELSEWHERE) from None
     manifest = parse_manifest(value, where)
     raise_problems([] if manifest.layout.version == 1 else check_seal(raw, where))
     return raw, manifest
@@ -318,8 +321,14 @@ def check_listing(remote: RemoteFolder, manifest: Manifest, files: dict[str, Rem
         if problem := check_size(remote.where(file.file), size, file):
             problems.append(problem)
     names = {file.file for file in listed}
-    problems += [unlisted(remote.where(name)) for name in sorted(files) if is_shard_name(name) and name not in names]
-    return problems
+    extra = [unlisted(remote.where(name)) for name in sorted(files) if is_shard_name(name) and name not in names]
+    fix = "remove it if it is not of this store"
+    return at_url(problems) + [dataclasses.replace(item, message="is not in the manifest", fix=fix) for item in extra]
+
+
+def at_url(problems: Iterable[Problem]) -> list[Problem]:
+    """Problems of a store's files, where no extraction can redo them."""
+    return [dataclasses.replace(item, fix=PUSH_ELSEWHERE) if REDO in item.fix else item for item in problems]
 
 
 def fetch_whole(remote: RemoteFolder, file: FileInfo, known: RemoteFile, path: Path) -> None:
@@ -333,8 +342,7 @@ def fetch_whole(remote: RemoteFolder, file: FileInfo, known: RemoteFile, path: P
         copy_bytes(remote, file.file, 0, file.bytes, target, where, digest.update)
     check_unchanged(remote, file.file, known, where)
     if f"sha256:{digest.hexdigest()}" != file.sha256:
-        fix = "push the store again, from a copy that `eagle3 data verify` finds whole"
-        raise problem_error(where, "store.checksum", "its checksum is not the manifest's", fix)
+        raise problem_error(where, "store.checksum", "its checksum is not the manifest's", PUSH_ELSEWHERE)
 
 
 def check_unchanged(remote: RemoteFolder, name: str, known: RemoteFile, where: str) -> None:

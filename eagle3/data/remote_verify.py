@@ -17,6 +17,7 @@ from eagle3.data.piece_cache import Piece, PieceCache
 from eagle3.data.remote_folder import RemoteFile, RemoteFolder
 from eagle3.data.remote_store import (
     RemoteStoreReader,
+    at_url,
     cache_name,
     check_listing,
     check_unchanged,
@@ -64,12 +65,15 @@ def verify_remote(
     problems = check_listing(remote, manifest, files) + check_whole(remote.url, manifest)
     broken = {problem.where for problem in problems}
     left = [file for file in (manifest.target_head, *manifest.shards) if remote.where(file.file) not in broken]
+    opening: tuple[Problem, ...] = ()
     if not problems:  # the fingerprint
         try:
             open_reader(url, cache)
         except ProblemsError as error:
-            problems += error.problems
-    return problems + _check_all(remote, manifest, files, left, open_cache(cache, remote.url), workers)
+            opening = error.problems
+    found = _check_all(remote, manifest, files, left, open_cache(cache, remote.url), workers)
+    named = tuple(problem.where for problem in found)  # a file that cannot be opened is named once
+    return problems + [problem for problem in opening if not problem.where.startswith(named)] + found
 
 
 def _check_all(
@@ -113,7 +117,7 @@ def _check(
     except ProblemsError as error:
         return list(error.problems)
     cache.drop(name)
-    return [replace(item, where=item.where.replace(str(folder), remote.url)) for item in problems]
+    return at_url(replace(item, where=item.where.replace(str(folder), remote.url)) for item in problems)
 
 
 def _fetch(remote: RemoteFolder, file: FileInfo, known: RemoteFile, path: Path) -> None:

@@ -179,6 +179,7 @@ def test_places_that_hold_something_else_are_left_alone(store: Path, url: str, t
 
 def test_places_that_are_not_written_to_are_refused(store: Path, tmp_path: Path) -> None:
     assert kinds(lambda: push(store, "hf://datasets/me/states", 2)) == {("remote.read_only", "hf://datasets/me/states")}
+    assert kinds(lambda: push(store, "HF://datasets/me/states", 2)) == {("remote.read_only", "HF://datasets/me/states")}
     assert kinds(lambda: push(store, str(tmp_path / "copy"), 2)) == {("remote.protocol", str(tmp_path / "copy"))}
     assert kinds(lambda: pull("s3://bucket/a", "s3://bucket/b", 2)) == {("remote.not_here", "s3://bucket/b")}
     assert kinds(lambda: push("s3://bucket/a", "s3://bucket/b", 2)) == {("remote.not_here", "s3://bucket/a")}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import get_session
 
 from eagle3.config import CacheSection
 from eagle3.data import remote_folder
@@ -66,7 +68,22 @@ def test_what_the_hub_refuses_is_named(tmp_path: Path, hub: Hub, cache: CacheSec
         return error.value.problems[0].kind, error.value.problems[0].where
 
     assert problem(URL) == ("remote.missing", f"{URL}/manifest.json")
+    assert problem("hf://datasets/me") == ("remote.refused", "hf://datasets/me")
     assert problem("hf://datasets/me/nothing/kimi") == ("remote.missing", "hf://datasets/me/nothing/kimi")
     hub.private = True
     kind, where = problem("hf://datasets/me/states/private")
     assert (kind, where) == ("remote.permission", "hf://datasets/me/states/private")
+
+
+def test_a_hub_that_cannot_be_reached_is_named(
+    tmp_path: Path, hub: Hub, cache: CacheSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        client = sys.modules[type(get_session()).__module__.split(".")[0]]  # httpx or httpx2
+        raise client.ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", unreachable)
+    with pytest.raises(ProblemsError) as error:
+        open_reader("hf://datasets/me/elsewhere/kimi", cache)
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.where) == ("remote.connection", "hf://datasets/me/elsewhere/kimi")

@@ -247,6 +247,20 @@ def test_a_local_folder_as_a_url_and_an_unknown_protocol_are_refused(store: Path
     with pytest.raises(ProblemsError) as error:
         open_reader("nosuch://bucket/store", CacheSection(folder=str(store.parent / "c")))
     assert kind_of(error) == "remote.protocol"
+    with pytest.raises(ProblemsError) as error:
+        open_reader("zip://x::s3://bucket/a.zip", CacheSection(folder=str(store.parent / "c")))
+    assert kind_of(error) == "remote.protocol"
+
+
+def test_what_no_request_can_be_made_of_is_said_at_once(cache: CacheSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_folder, "_WAITS", (60.0,))
+    (problem,) = problems_of_opening("s3://user:secret@bucket/store", cache)
+    assert problem.kind == "remote.refused" and "\n" not in problem.message
+    forget_clients()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
+    (problem,) = problems_of_opening("s3://bucket/store", cache)
+    forget_clients()
+    assert problem.kind == "remote.refused" and "AWS_ENDPOINT_URL" in problem.fix
 
 
 def test_everything_that_is_wrong_with_a_listing_is_named_at_once(
@@ -267,6 +281,7 @@ def test_everything_that_is_wrong_with_a_listing_is_named_at_once(
             ("store.shard_truncated", f"{url}/shard-00004.safetensors"),
             ("store.shard_unlisted", f"{url}/shard-00009.safetensors"),
         }
+        assert not any("eagle3 extract" in item.fix for item in problems), "no extraction writes to a URL"
 
 
 def problems_of_opening(url: str, cache: CacheSection) -> tuple[Problem, ...]:
@@ -289,7 +304,8 @@ def test_deep_verification_finds_a_flipped_bit(tmp_path: Path, store: Path, cach
     left.write_bytes((store / name).read_bytes())  # by a verification that was killed before the bit was flipped
     problems = verify_remote(url, True, cache)
     assert {item.where for item in problems} == {f"{url}/{name}"}
-    assert "store.checksum" in {item.kind for item in problems}
+    assert [item.kind for item in problems].count("store.checksum") == 1
+    assert all("new URL" in item.fix for item in problems)
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path, store: Path, cache: CacheSection) -> None:
