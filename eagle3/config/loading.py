@@ -144,7 +144,8 @@ def _problem(model: type[Section], detail: Any, key: str, where: str) -> Problem
 
 
 def _is_within(key: str, sections: frozenset[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
+    """Also for a section of which a key was given."""
+    return any(f"{key}.".startswith(f"{section}.") or section.startswith(f"{key}.") for section in sections)
 
 
 def _section_of(annotation: Any) -> type[Section] | None:

@@ -44,6 +44,7 @@ from eagle3.wiring.fingerprint_check import check_stored_fingerprint
 from eagle3.wiring.safetensors_header import Header, TensorInfo, parse_header, read_header
 
 PUSH_ELSEWHERE = "push the store to a new URL, from a copy that `eagle3 data verify` finds whole"
+_DISK = ("disk.", "store.unreadable")
 _TOKEN_TENSORS = ("input_ids", "loss_mask")
 _CHUNK_BYTES = 16 << 20
 _FIRST_BYTES = 64 << 10
@@ -172,12 +173,24 @@ class RemoteStoreReader(StoreReader):
                 where = self.where(index)
                 raise ProblemsError(
                     [
-                        dataclasses.replace(item, where=where, message=f"its copy {path}: {item.message}")
+                        dataclasses.replace(
+                            item,
+                            where=where,
+                            message=f"its copy {path}: {item.message}",
+                            fix=item.fix if item.kind.startswith(_DISK) else self._mend,
+                        )
                         if item.where.startswith(str(path))
                         else item
                         for item in error.problems
                     ]
                 ) from error
+
+    @property
+    def _mend(self) -> str:
+        return (
+            f"remove {self._cache.folder}, in which the copy may be damaged, and run again; "
+            f"if that is no help, {PUSH_ELSEWHERE}"
+        )
 
     def where(self, index: int) -> str:
         """URL of the shard, and id, of sample `index`, for messages."""

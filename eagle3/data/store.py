@@ -155,6 +155,11 @@ class StoreReader:
         raise_problems(check_shard(self.folder, self._by_name[file], self.layout))
         return OpenShard(self.folder / file)
 
+    @property
+    def _mend(self) -> str:
+        """What to do about a shard that is damaged."""
+        return "run `eagle3 data repair`, then `eagle3 extract` again"
+
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
         tensors = load_file(self.folder / TARGET_HEAD_FILE)
@@ -164,7 +169,7 @@ class StoreReader:
         """An id outside the vocabulary would fail far from here, on a GPU without saying where; a wrong mask would pair
         tokens with last hidden states of others.
         """
-        fix = "run `eagle3 data repair`, then `eagle3 extract` again"
+        fix = self._mend
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.contract.vocab_size:
             message = f"has token ids outside 0 to {self.contract.vocab_size - 1}: the shard is damaged"
             raise problem_error(self.where(index), "store.ids_out_of_range", message, fix)

@@ -242,3 +242,12 @@ def test_a_value_in_place_of_a_section_is_named_without_our_class_names() -> Non
     (problem,) = caught.value.problems
     assert "cache is '/nvme/cache', expected a section of keys" in problem.message
     assert "cache.KEY=VALUE" in problem.fix
+
+
+def test_a_section_that_is_unknown_is_named_where_its_keys_were_given(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("dataset: d\noutput: o\noutput_indices: [1]\n", encoding="utf-8")
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, path, ["cash.folder=c"])
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.kind) == ("command line", "config.unknown_key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_layout import LastRows
 from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import Problem, ProblemsError
+from eagle3.wiring.safetensors_header import read_header
 from tests.remote import file_system, forget_clients, local_s3, proxied, upload
 from tests.stores import random_contract, write_random_store
 
@@ -387,3 +389,24 @@ def test_what_is_missing_is_named(tmp_path: Path, store: Path, cache: CacheSecti
     with pytest.raises(ProblemsError) as error:
         open_reader(url, cache)
     assert kind_of(error) == "store.shard_missing"
+
+
+def test_a_damaged_copy_is_named_with_the_cache_to_remove(tmp_path: Path, store: Path, cache: CacheSection) -> None:
+    url = upload(store, url_of(tmp_path))
+    reader = open_reader(url, cache)
+    reader.read(3)
+    copy = reader.folder / reader.place(3).file
+    raw = bytearray(copy.read_bytes())
+    header = read_header(copy)
+    raw[header.data_start + header.tensors["loss_mask"].begin] = 7
+    copy.write_bytes(raw)
+    for break_it in (lambda: None, lambda: os.truncate(copy, len(raw) - 8)):
+        break_it()
+        with pytest.raises(ProblemsError) as error:
+            reader.read(3)
+        (problem,) = error.value.problems
+        assert problem.where.startswith(f"{url}/shard-")
+        assert f"remove {cache_of(cache)}" in problem.fix and "repair" not in problem.fix
+    open_cache(cache, "").close()
+    shutil.rmtree(cache_of(cache))
+    assert torch.equal(open_reader(url, cache).read(3).loss_mask, StoreReader(store).read(3).loss_mask)
