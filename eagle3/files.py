@@ -40,7 +40,7 @@ def refuse_url(place: str | PurePath, what: str, fix: str) -> None:
     """
     if is_url(place):
         url = re.sub("^([^:]+):/+", r"\1://", str(place))
-        raise problem_error(url, "remote.not_here", f"{what} must be a local folder", fix)
+        raise problem_error(url, "remote.not_here", f"{what} must be on a local disk", fix)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from eagle3.data.cache_order import AT_ONCE, Need, Piece, ReadingOrder
 from eagle3.errors import Problem, ProblemsError, problem_error
-from eagle3.files import TEMPORARY_SUFFIX, explained_os_errors, size_text, write_atomic
+from eagle3.files import TEMPORARY_SUFFIX, existing_folder, explained_os_errors, size_text, write_atomic
 
 __all__ = ["Piece", "PieceCache"]
 
@@ -48,6 +48,8 @@ class PieceCache:
 
     def __init__(self, folder: Path, max_bytes: int, threads: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
+        if not folder.exists():  # else the folder would be made, and then refused
+            _check_disk(folder, max_bytes, 0)
         self._lock = _locked(folder)
         try:
             self._files = _found(folder)
@@ -359,7 +361,7 @@ def _found(folder: Path) -> dict[str, int]:
 
 def _check_disk(folder: Path, max_bytes: int, used: int) -> None:
     with explained_os_errors(folder):
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(existing_folder(folder)).free
     if max_bytes - used > free:
         message = f"its limit is {max_bytes:,} bytes, it holds {used:,}, and the disk has {free:,} left"
         fix = "lower cache.max_bytes (--cache-max-bytes), or give a folder on a larger disk"

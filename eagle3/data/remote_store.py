@@ -335,7 +335,7 @@ def check_listing(remote: RemoteFolder, manifest: Manifest, files: dict[str, Rem
             problems.append(problem)
     names = {file.file for file in listed}
     extra = [unlisted(remote.where(name)) for name in sorted(files) if is_shard_name(name) and name not in names]
-    fix = "remove it if it is not of this store"
+    fix = f"if it is not of this store, remove it; if the manifest is not, {PUSH_ELSEWHERE}"
     return at_url(problems) + [dataclasses.replace(item, message="is not in the manifest", fix=fix) for item in extra]
 
 

@@ -376,6 +376,7 @@ def test_folders_that_cannot_be_a_cache_are_refused(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     assert refusal(str(tmp_path / "file")) == ("disk.not_a_folder", "s3://bucket/store")
     assert refusal(str(tmp_path / "huge"), 1 << 60) == ("cache.too_large", "s3://bucket/store")
+    assert not (tmp_path / "huge").exists()
 
     def read_only(*args: object, **kwargs: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
