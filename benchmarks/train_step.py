@@ -103,7 +103,7 @@ def measure(module: TTTLoss, head: TargetHead, batch: DraftBatch, ttt: TTTSettin
         module.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
             counts = count_terms(batch, head, module.vocab, ttt)
-            output = module(batch, head, counts, counts.in_vocab)
+            output = module(batch, counts, counts.in_vocab)
         output.loss.backward()
 
     def timed() -> float:

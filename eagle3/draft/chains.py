@@ -8,7 +8,8 @@ Shapes: B rows, T tokens, K TTT steps, S source tokens (step-0 keys and values),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -50,18 +51,46 @@ class ChainPlan:
     Attributes:
         sources: int64 [S], flat places in B * T of the tokens that some chain attends to; in each document the
             tokens from its first to its last chain's own.
+        chains: int64 [C], each chain's own token among the sources, ascending. At step k chain c reads the token that
+            chain c + k reads at step 0.
         document_sources: how many sources each document has; documents without a chain are left out.
-        steps: K entries.
+        lives: int64 [C] on the CPU, the number of steps that each chain is computed: up to its last active term.
+        active: bool [K, C] on the CPU, whether a chain's term counts.
+        host: the same plan on the CPU; None where this is it.
     """
 
     sources: torch.Tensor
+    chains: torch.Tensor
     document_sources: list[int]
-    steps: list[StepRows]
+    lives: torch.Tensor
+    active: torch.Tensor
+    host: ChainPlan | None = None
+
+    def to(self, device: torch.device) -> ChainPlan:
+        """The same plan on `device`."""
+        return replace(self, sources=self.sources.to(device), chains=self.chains.to(device), host=self.host or self)
 
     @property
     def teacher_places(self) -> torch.Tensor:
-        """int64 [R of step 0], flat places in B * T where the teacher is read; every step's are among them."""
-        return self.sources[self.steps[0].sources] + 1
+        """int64 [C], flat places in B * T where the teacher is read; every step's are among them."""
+        return self.sources[self.chains] + 1
+
+    @cached_property
+    def steps(self) -> list[StepRows]:
+        """The rows of each step, K entries."""
+        host = self.host or self
+        lengths = torch.tensor(host.document_sources, dtype=torch.int64)
+        documents = torch.repeat_interleave(lengths)[host.chains]
+        ranks = torch.arange(len(host.chains))
+        rows, previous = [], None
+        for k, active in enumerate(host.active):
+            alive = ranks[host.lives > k]
+            own = host.chains[alive]
+            kept = own if previous is None else torch.searchsorted(previous, alive)
+            counts = torch.bincount(documents[alive], minlength=len(lengths)).tolist()
+            rows.append(StepRows(own, kept, alive + k, active[alive], counts).to(self.sources.device))
+            previous = alive
+        return rows
 
 
 def plan_chains(loss_mask: torch.Tensor, document_ids: torch.Tensor, steps: int, rule: ChainRule) -> ChainPlan:
@@ -73,21 +102,14 @@ def plan_chains(loss_mask: torch.Tensor, document_ids: torch.Tensor, steps: int,
         steps: K.
         rule: see `active_terms`.
     """
-    device = loss_mask.device
     document_ids = document_ids.cpu()
     active = active_terms(loss_mask.cpu(), document_ids, steps, rule).flatten(1)
-    needed = active.flip(0).cummax(0).values.flip(0)
-    chains = [row.nonzero().flatten() for row in needed]
-    sources, documents = _sources(chains[0], document_runs(document_ids).flatten())
+    lives = (active * torch.arange(1, steps + 1, dtype=torch.uint8)[:, None]).amax(0)
+    places = lives.nonzero().flatten()
+    sources, documents = _sources(places, document_runs(document_ids).flatten())
+    chains = torch.searchsorted(sources, places)
     document_sources = torch.bincount(documents).tolist()
-    rows = []
-    for k, previous in enumerate([sources, *chains[:-1]]):
-        own = torch.searchsorted(sources, chains[k])
-        kept = torch.searchsorted(previous, chains[k])
-        ahead = torch.searchsorted(chains[0], chains[k] + k)
-        counts = torch.bincount(documents[own], minlength=len(document_sources))
-        rows.append(StepRows(own, kept, ahead, active[k, chains[k]], counts.tolist()).to(device))
-    return ChainPlan(sources.to(device), document_sources, rows)
+    return ChainPlan(sources, chains, document_sources, lives[places].long(), active[:, places]).to(loss_mask.device)
 
 
 def _sources(chains: torch.Tensor, runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -238,16 +238,21 @@ class TTTSettings:
         decay: the loss of step k weighs decay^k.
         chain_rule: `served` trains exactly the chains that serving starts; `shifted` is SpecForge's rule, which
             also trains chains that start up to steps - 1 tokens before an answer.
+        chunk: most chains that the fused step (`eagle3.draft.fused`) computes at once, which bounds its memory; None
+            leaves the step to autograd, all chains at once.
     """
 
     steps: int = 7
     decay: float = 0.8
     chain_rule: ChainRule = "served"
+    chunk: int | None = 1792
 
     def __post_init__(self) -> None:
         problems = []
         if type(self.steps) is not int or self.steps < 1:
             problems.append(_problem("ttt.steps", f"is {self.steps!r}, expected a whole number above 0", "correct it"))
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
+            problems.append(_problem("ttt.chunk", f"is {self.chunk!r}, expected a whole number above 0", "correct it"))
         if not _is_number(self.decay) or not 0 < self.decay <= 1:
             problems.append(_problem("ttt.decay", f"is {self.decay!r}, expected above 0 and at most 1", "correct it"))
         if self.chain_rule not in get_args(ChainRule):

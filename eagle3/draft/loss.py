@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from eagle3.draft.config import ChainRule
 
 LastHiddenKind = Literal["post_norm", "pre_norm"]
-_ARGMAX_ROWS = 1024
+_TEACHER_ROWS = 1024
+"""Rows whose logits over the full vocab exist at once."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class TargetHead:
     eps: float
     kind: LastHiddenKind
 
-    def logits(self, last_hidden: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Target logits [R, V] of last hidden states [R, H], or [R, D] of the tokens `ids` [D] alone."""
-        rows = self.lm_head if ids is None else self.lm_head.index_select(0, ids)
-        return F.linear(post_norm(last_hidden.to(rows.dtype), self.kind, self.norm_weight, self.eps), rows)
+    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """Target logits [R, V] of last hidden states [R, H]."""
+        states = post_norm(last_hidden.to(self.lm_head.dtype), self.kind, self.norm_weight, self.eps)
+        return F.linear(states, self.lm_head)
 
 
 def post_norm(last_hidden: torch.Tensor, kind: LastHiddenKind, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -100,9 +101,26 @@ def shifted(x: torch.Tensor, by: int, fill: int | bool) -> torch.Tensor:
 
 
 @torch.no_grad()
-def target_argmax(head: TargetHead, last_hidden: torch.Tensor) -> torch.Tensor:
-    """The target's greedy token over the full vocab, int64 [R], at rows [R, H] of its last hidden states."""
-    return torch.cat([head.logits(rows).argmax(-1) for rows in last_hidden.split(_ARGMAX_ROWS)])
+def read_teacher(head: TargetHead, last_hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the target says at rows [R, H] of its last hidden states.
+
+    Args:
+        ids: int64 [D], the draft vocab's target ids, ascending.
+
+    Returns:
+        Its greedy token over the full vocab, int64 [R], and its logits [R, D] on the draft vocab.
+    """
+    found = [_greedy_and_chosen(head.logits(rows), ids) for rows in last_hidden.split(_TEACHER_ROWS)]
+    greedy, chosen = zip(*found, strict=True)
+    return torch.cat(greedy), torch.cat(chosen)
+
+
+def _greedy_and_chosen(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.is_cuda:
+        from eagle3.draft.kernels.loss import greedy_and_chosen
+
+        return greedy_and_chosen(logits, ids)
+    return logits.argmax(-1), logits.index_select(1, ids)
 
 
 def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:

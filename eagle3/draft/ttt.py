@@ -18,7 +18,9 @@ from eagle3.draft.attention import attend
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import ChainPlan, plan_chains
 from eagle3.draft.config import TTTSettings
-from eagle3.draft.loss import TargetHead, soft_cross_entropy, target_argmax
+from eagle3.draft.fused.function import fused_terms
+from eagle3.draft.fused.layout import Chunk, make_chunks
+from eagle3.draft.loss import TargetHead, read_teacher, soft_cross_entropy
 from eagle3.draft.model import DraftModel
 from eagle3.draft.rope import cos_sin
 from eagle3.draft.vocab import DraftVocab
@@ -32,13 +34,17 @@ class TermCounts:
         active: int64 [K], active terms.
         in_vocab: int64 [K], those whose target argmax is in the draft vocab: the loss's denominators.
         target_argmax: int64 [R of step 0], the target's greedy token over the full vocab at the plan's teacher places.
+        teacher: [R of step 0, D], the target's logits on the draft vocab there.
         plan: what to compute.
+        chunks: the plan as the fused step computes it; None leaves it to autograd.
     """
 
     active: torch.Tensor
     in_vocab: torch.Tensor
     target_argmax: torch.Tensor
+    teacher: torch.Tensor
     plan: ChainPlan
+    chunks: list[Chunk] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +69,23 @@ class TTTOutput:
 def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
     """Plans a batch and counts its terms; reads the target's head at the needed rows only."""
     plan = plan_chains(batch.loss_mask, batch.document_ids, ttt.steps, ttt.chain_rule)
-    argmax = target_argmax(head, batch.last_rows(plan.teacher_places))
+    argmax, teacher = read_teacher(head, batch.last_rows(plan.teacher_places), vocab.ids)
     known = vocab.to_draft(argmax) >= 0
+    active = plan.active.to(known.device)
     return TermCounts(
-        active=torch.stack([rows.active.sum() for rows in plan.steps]),
-        in_vocab=torch.stack([(rows.active & known[rows.ahead]).sum() for rows in plan.steps]),
+        active=active.sum(1),
+        in_vocab=torch.stack([(row & known.roll(-k)).sum() for k, row in enumerate(active)]),
         target_argmax=argmax,
+        teacher=teacher,
         plan=plan,
+        chunks=_chunks(plan, ttt, argmax.device),
     )
+
+
+def _chunks(plan: ChainPlan, ttt: TTTSettings, device: torch.device) -> list[Chunk] | None:
+    if ttt.chunk is None or not plan.document_sources:
+        return None
+    return make_chunks(plan.host or plan, ttt.chunk, device)
 
 
 class TTTLoss(nn.Module):
@@ -89,12 +104,11 @@ class TTTLoss(nn.Module):
         """The draft vocab on the module's device."""
         return DraftVocab(self.draft_ids, self.model.config.vocab_size)
 
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: TermCounts, denominators: torch.Tensor) -> TTTOutput:
+    def forward(self, batch: DraftBatch, counts: TermCounts, denominators: torch.Tensor) -> TTTOutput:
         """Loss of one batch.
 
         Args:
             batch: the rows.
-            head: the target's head, on the batch's device.
             counts: `count_terms` of this batch.
             denominators: [K], `in_vocab` summed over every batch and rank of the optimiser step, times whatever
                 the caller's reduction of gradients divides by. A step with 0 contributes nothing.
@@ -104,14 +118,14 @@ class TTTLoss(nn.Module):
         """
         if not counts.plan.document_sources:
             return self._nothing(counts)
+        if counts.chunks is not None:
+            return self._fused(batch, counts, counts.chunks, denominators)
         vocab, targets = self.vocab, counts.target_argmax
-        with torch.no_grad():
-            teacher = head.logits(batch.last_rows(counts.plan.teacher_places), vocab.ids)
         known = vocab.to_draft(targets) >= 0
         losses, correct = [], []
         for rows, output in zip(counts.plan.steps, unroll(self.model, batch, counts.plan), strict=True):
             logits = self.model.logits(output)
-            terms = soft_cross_entropy(logits, teacher.index_select(0, rows.ahead))
+            terms = soft_cross_entropy(logits, counts.teacher.index_select(0, rows.ahead))
             losses.append(terms.masked_fill(~(rows.active & known[rows.ahead]), 0).sum())
             hits = vocab.to_target(logits.detach().argmax(-1)) == targets[rows.ahead]
             correct.append((hits & rows.active).sum())
@@ -119,6 +133,28 @@ class TTTLoss(nn.Module):
         weights = self.ttt.decay ** torch.arange(self.ttt.steps, dtype=loss_sums.dtype, device=loss_sums.device)
         loss = (loss_sums * weights / denominators.clamp(min=1)).sum()
         return TTTOutput(loss, loss_sums.detach(), torch.stack(correct), counts.active, counts.in_vocab)
+
+    def _fused(
+        self,
+        batch: DraftBatch,
+        counts: TermCounts,
+        chunks: list[Chunk],
+        denominators: torch.Tensor,
+    ) -> TTTOutput:
+        model, plan, vocab, targets = self.model, counts.plan, self.vocab, counts.target_argmax
+        hidden = model.fuse(batch.aux_rows(plan.sources))
+        embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1]).detach().to(hidden.dtype)
+        powers = torch.arange(self.ttt.steps, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        scales = self.ttt.decay ** powers.to(hidden.device) / denominators.clamp(min=1)
+        terms = fused_terms(
+            model, hidden, embedded, batch.position_ids.flatten()[plan.sources], plan.chains, chunks,
+            counts.teacher, vocab.to_draft(targets) >= 0, scales,
+        )  # fmt: skip
+        correct = torch.zeros_like(counts.active)
+        for rows in terms.rows:
+            hits = (vocab.to_target(rows.greedy) == targets[rows.chunk.teachers.long()]) & rows.chunk.active
+            correct += torch.stack([part.sum() for part in hits.split(rows.chunk.counts)])
+        return TTTOutput(terms.loss, terms.loss_sums, correct, counts.active, counts.in_vocab)
 
     def _nothing(self, counts: TermCounts) -> TTTOutput:
         zero = torch.stack([value.sum() for value in self.model.parameters() if value.requires_grad]).sum() * 0

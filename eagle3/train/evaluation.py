@@ -79,7 +79,7 @@ def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerato
     """float64 [4, K]: the fields of `Totals`."""
     with accelerator.autocast():
         counts = count_terms(batch, head, module.vocab, module.ttt)
-        output = module(batch, head, counts, counts.in_vocab)
+        output = module(batch, counts, counts.in_vocab)
     parts = (output.loss_sums, output.in_vocab, output.correct, output.active)
     return torch.stack([part.double() for part in parts])
 

@@ -67,7 +67,7 @@ def accumulate_window(
     local = torch.stack([torch.stack([count.in_vocab, count.active]) for count in counts]).sum(0)
     in_vocab, active = accelerator.reduce(local, reduction="sum")
     if in_vocab.any():
-        loss_sums, correct = _run_window(model, batches, counts, in_vocab, head, accelerator)
+        loss_sums, correct = _run_window(model, batches, counts, in_vocab, accelerator)
     else:
         loss_sums = correct = torch.zeros_like(in_vocab)
     return make_totals(loss_sums, in_vocab, correct, active)
@@ -78,7 +78,6 @@ def _run_window(
     batches: Sequence[DraftBatch],
     counts: Sequence[TermCounts],
     in_vocab: Tensor,
-    head: TargetHead,
     accelerator: Accelerator,
 ) -> tuple[Tensor, Tensor]:
     """Runs every micro-batch on every rank, so that all stay in step; gradients are exchanged after the last one.
@@ -92,7 +91,7 @@ def _run_window(
     for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         last = number == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            output = model(batch.to(accelerator.device), head, count, in_vocab)
+            output = model(batch.to(accelerator.device), count, in_vocab)
             accelerator.backward(output.loss * accelerator.num_processes)
         sums.append(torch.stack([output.loss_sums.double(), output.correct.double()]))
     loss_sums, correct = accelerator.reduce(torch.stack(sums).sum(0), reduction="sum")

@@ -43,7 +43,7 @@ def step(device: str, batch: DraftBatch, autocast: bool = False) -> tuple[TTTOut
     batch = batch.to(device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         counts = count_terms(batch, head, module.vocab, TTT)
-        output = module(batch, head, counts, counts.in_vocab)
+        output = module(batch, counts, counts.in_vocab)
     output.loss.backward()
     gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
     return output, gradients

@@ -115,7 +115,7 @@ def run_loss(
     head, vocab = make_head(), make_vocab()
     counts = count_terms(batch, head, vocab, settings)
     divisors = counts.in_vocab if denominators is None else denominators
-    return TTTLoss(model, vocab, settings)(batch, head, counts, divisors)
+    return TTTLoss(model, vocab, settings)(batch, counts, divisors)
 
 
 def gradients(model: DraftModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eagle3.draft.loss import active_terms, rms_norm, soft_cross_entropy, target_argmax
+from eagle3.draft.loss import active_terms, read_teacher, rms_norm, soft_cross_entropy
 
 from .cases import make_head
 
@@ -83,10 +83,14 @@ def test_rms_norm_of_bf16_is_computed_in_float32() -> None:
     assert (result == expected).float().mean() > 0.999
 
 
-def test_target_argmax_is_the_full_heads_greedy_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle3.draft.loss._ARGMAX_ROWS", 3)
+def test_teacher_is_the_full_heads_greedy_token_and_its_logits_on_the_draft_vocab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.draft.loss._TEACHER_ROWS", 3)
     head = make_head("pre_norm")
     last = torch.randn(7, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = (rms_norm(last, head.norm_weight, head.eps) @ head.lm_head.T).argmax(-1)
-    assert torch.equal(target_argmax(head, last), expected)
-    assert target_argmax(head, last[:0]).shape == (0,)
+    expected = rms_norm(last, head.norm_weight, head.eps) @ head.lm_head.T
+    ids = torch.tensor([1, 5, 20])
+    greedy, chosen = read_teacher(head, last, ids)
+    assert torch.equal(greedy, expected.argmax(-1))
+    torch.testing.assert_close(chosen, expected[:, ids], rtol=1e-12, atol=1e-12)
+    greedy, chosen = read_teacher(head, last[:0], ids)
+    assert greedy.shape == (0,) and chosen.shape == (0, 3)

@@ -30,7 +30,7 @@ def run_with_argmax(model: DraftModel, batch: DraftBatch, settings: TTTSettings,
     known = counts.active if target_id in vocab.ids else torch.zeros_like(counts.active)
     argmax = torch.full_like(counts.target_argmax, target_id)
     counts = replace(counts, target_argmax=argmax, in_vocab=known)
-    return TTTLoss(model, vocab, settings)(batch, head, counts, torch.ones(settings.steps))
+    return TTTLoss(model, vocab, settings)(batch, counts, torch.ones(settings.steps))
 
 
 def read_places(mask: list[int], padding: int, rule: str) -> list[list[int]]:
@@ -186,7 +186,7 @@ def test_ddp_steps_on_a_rank_with_nothing_to_learn(tmp_path: Path) -> None:
             batch = make_batch([[make_document(mask)]])
             counts = count_terms(batch, head, vocab, SETTINGS)
             model.zero_grad()
-            wrapped(batch, head, counts, counts.in_vocab).loss.backward()
+            wrapped(batch, counts, counts.in_vocab).loss.backward()
             slopes = [value.grad for value in model.parameters() if value.requires_grad]
             assert all(slope is not None and slope.isfinite().all() for slope in slopes)
             assert any(slope.any() for slope in slopes) == any(mask)

@@ -1,0 +1,229 @@
+"""One chunk of chains: all its steps forward, the head with the loss, all its steps backward.
+
+Rows of all steps lie one after another, so that each weight's gradient is one product over them.
+
+Shapes: R chains of a step, N rows of all steps, H hidden, I MLP width, h query heads, v key/value heads, d head width,
+D draft vocab, K TTT steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle3.draft.fused.gemm import add_product, product
+from eagle3.draft.fused.layout import Chunk
+from eagle3.draft.fused.weights import Gradients
+
+if TYPE_CHECKING:
+    from eagle3.draft.fused.step import Step
+
+HEAD_ROWS = 2048
+"""Rows whose logits exist at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What each row of a chunk came to.
+
+    Attributes:
+        chunk: the rows' chunk.
+        losses: [N], soft cross-entropy of the terms that the loss counts, 0 of others.
+        greedy: int64 [N], the draft token.
+    """
+
+    chunk: Chunk
+    losses: torch.Tensor
+    greedy: torch.Tensor
+
+
+class ChunkStep:
+    """The computation of one chunk.
+
+    Args:
+        step: the batch.
+        chunk: of its chains.
+    """
+
+    def __init__(self, step: Step, chunk: Chunk) -> None:
+        self.step, self.chunk, self.ops, self.weights = step, chunk, step.ops, step.weights
+        self.offsets, self.counts = chunk.offsets, chunk.counts
+        self.chains = step.inputs.chains.index_select(0, chunk.ranks.long())
+        self.sources = self.chains.int()
+        config, like, rows = step.config, step.inputs.hidden, self.offsets[-1]
+        hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
+        wide = self.ops.wide(like.dtype)
+
+        def room(*shape: int, dtype: torch.dtype = like.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+
+        self.normed, self.normed_factors = room(rows, hidden), room(rows, dtype=wide)
+        self.queries, self.attended = room(rows, heads, width), room(rows, heads, width)
+        self.log_sums, self.means = room(rows, heads, dtype=wide), room(rows, heads, dtype=wide)
+        self.own = room(len(self.counts) - 1, self.counts[0], step.pair_heads, width)
+        self.middle, self.middle_normed = room(rows, hidden), room(rows, hidden)
+        self.middle_factors = room(rows, dtype=wide)
+        self.gates, self.ups, self.acts = (room(rows, config.intermediate_size) for _ in range(3))
+        self.outputs = room(rows, hidden)
+        self.handed_on = room(rows, hidden) if config.norm_output else self.outputs
+        self.start = like.index_select(0, self.chains)
+        self.turns = [
+            step.turn_at(step.inputs.positions[self.chains[:count]] + k) for k, count in enumerate(self.counts)
+        ]
+
+    def run(self) -> Rows:
+        """The chunk's losses; with gradients, also everything that it adds to them."""
+        for k in range(len(self.counts)):
+            if self.counts[k]:
+                self._forward(k)
+        rows, grad, factors = self._head()
+        if self.step.gradients is not None:
+            self._backward(self.step.gradients, grad, factors)
+        return rows
+
+    def _rows(self, k: int) -> slice:
+        return slice(self.offsets[k], self.offsets[k + 1])
+
+    def _state(self, k: int) -> torch.Tensor:
+        """[R, H], what step k starts from."""
+        return self.start if k == 0 else self.handed_on[self._rows(k - 1)][: self.counts[k]]
+
+    def _forward(self, k: int) -> None:
+        ops, step, weights, eps = self.ops, self.step, self.weights, self.step.config.rms_norm_eps
+        at, count, state = self._rows(k), self.counts[k], self._state(k)
+        normed = self.normed[at]
+        self.normed_factors[at] = ops.norm(state, weights.norms["hidden_norm"], eps, normed)[1]
+        heads, ranks, turn = step.config.num_attention_heads, self.chunk.ranks[:count], self.turns[k]
+        if k == 0:
+            query = product(normed, weights.qkv.hidden_query.T)
+        else:
+            query, pair = product(normed, weights.qkv.hidden_all.T).split_with_sizes(
+                [weights.qkv.query_width, step.shared_pair.shape[1]], 1
+            )
+            own = self.own[k - 1, :count]
+            ops.rotate_in(pair, step.shared_pair, self.sources[:count], k, turn, step.rope_heads, own)
+        ops.rotate_in(query, step.shared_query, ranks, k, turn, heads, self.queries[at])
+        ops.attend(
+            self.queries[at], step.keys_values, self.own[:k], self.chunk.begins[at], self.chunk.ends[at],
+            self.attended[at], self.log_sums[at],
+        )  # fmt: skip
+        middle, acts = self.middle[at], self.acts[at]
+        torch.addmm(state, self.attended[at].flatten(1), weights.matrices["o_proj"].T, out=middle)
+        inner = self.middle_normed[at]
+        self.middle_factors[at] = ops.norm(middle, weights.norms["post_attention_layernorm"], eps, inner)[1]
+        product(inner, weights.matrices["gate_proj"].T, self.gates[at])
+        product(inner, weights.matrices["up_proj"].T, self.ups[at])
+        ops.swiglu(self.gates[at], self.ups[at], acts)
+        torch.addmm(middle, acts, weights.matrices["down_proj"].T, out=self.outputs[at])
+        if step.config.norm_output:
+            ops.norm(self.outputs[at], weights.norms["norm"], eps, self.handed_on[at])
+
+    def _head(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """The rows, the gradient [N, H] of `norm`'s results, and that norm's factors [N]."""
+        chunk, inputs, lm_head = self.chunk, self.step.inputs, self.weights.matrices["lm_head"]
+        total = self.offsets[-1]
+        counted = chunk.active & inputs.known.index_select(0, chunk.teachers.long())
+        scales = inputs.scales[chunk.steps] * counted
+        grad, factors = torch.empty_like(self.outputs), self.normed_factors.new_empty(total)
+        losses, greedy = [], []
+        for begin in range(0, total, HEAD_ROWS):
+            at = slice(begin, min(begin + HEAD_ROWS, total))
+            normed, factors[at] = self.ops.norm(
+                self.outputs[at], self.weights.norms["norm"], self.step.config.rms_norm_eps
+            )
+            logits = product(normed, lm_head.T)
+            found = self.ops.cross_entropy(logits, inputs.teacher, chunk.teachers[at], scales[at])
+            losses.append(found[0])
+            greedy.append(found[1])
+            if self.step.gradients is not None:
+                product(logits, lm_head, grad[at])
+                self.step.gradients.add("lm_head", logits, normed)
+        return Rows(chunk, torch.cat(losses) * counted, torch.cat(greedy)), grad, factors
+
+    def _backward(self, gradients: Gradients, output_grad: torch.Tensor, factors: torch.Tensor) -> None:
+        """All steps backward, then what all their rows add to the gradients.
+
+        Args:
+            output_grad: [N, H], the gradient of `norm`'s results; overwritten with that of the layer's outputs.
+            factors: [N], of that norm.
+        """
+        step, weights = self.step, self.weights
+        self.output_grad, self.output_factors = output_grad, factors
+        self.middle_grad, self.attended_grad = torch.empty_like(self.middle), torch.empty_like(self.attended)
+        self.qkv_grad = output_grad.new_empty(len(output_grad), len(weights.qkv.whole))
+        carry = None
+        for k in reversed(range(len(self.counts))):
+            if self.counts[k]:
+                carry = self._backward_step(k, gradients, carry)
+        step.ops.attend_grad_sources(
+            self.queries, step.keys_values, self.attended_grad, self.log_sums, self.means, self.chunk, step.source_sums
+        )
+        later, width = slice(self.counts[0], None), weights.qkv.query_width
+        gradients.add("hidden_query", self.qkv_grad[:, :width], self.normed)
+        if self.offsets[-1] > self.counts[0]:
+            gradients.add("hidden_pair", self.qkv_grad[later, width:], self.normed[later])
+        gradients.add("o_proj", self.middle_grad, self.attended.flatten(1))
+        gradients.add("gate_proj", self.gates, self.middle_normed)
+        gradients.add("up_proj", self.ups, self.middle_normed)
+        gradients.add("down_proj", self.output_grad, self.acts)
+
+    def _backward_step(self, k: int, gradients: Gradients, carry: torch.Tensor | None) -> torch.Tensor | None:
+        """One step backward.
+
+        Args:
+            k: the step.
+            gradients: norms' are added to here.
+            carry: [R of step k + 1, H], the gradient of what this step hands on; None after the last.
+
+        Returns:
+            [R, H], the gradient of what the step started from; at step 0 it goes to the batch's instead.
+        """
+        ops, step, weights = self.ops, self.step, self.weights
+        at, norms, matrices = self._rows(k), weights.norms, weights.matrices
+        grad = self.output_grad[at]
+        if carry is not None and step.config.norm_output:
+            grad[: len(carry)] += carry
+            carry = None
+        ops.norm_grad(
+            self.outputs[at], self.output_factors[at], norms["norm"], grad, gradients.norm_sums["norm"], carry, grad
+        )
+        acts = product(grad, matrices["down_proj"])
+        ops.swiglu_grad(self.gates[at], self.ups[at], acts)
+        del acts
+        inner = product(self.gates[at], matrices["gate_proj"])
+        add_product(inner, self.ups[at], matrices["up_proj"])
+        middle = ops.norm_grad(
+            self.middle[at], self.middle_factors[at], norms["post_attention_layernorm"], inner,
+            gradients.norm_sums["post_attention_layernorm"], grad, self.middle_grad[at],
+        )  # fmt: skip
+        product(middle, matrices["o_proj"], self.attended_grad[at].flatten(1))
+        normed = self._attention_grad(k)
+        if k == 0:
+            step.first_grad.index_copy_(0, self.chains, normed)
+            step.hidden_grad.index_copy_(0, self.chains, middle)
+            return None
+        sums = gradients.norm_sums["hidden_norm"]
+        return ops.norm_grad(
+            self._state(k), self.normed_factors[at], norms["hidden_norm"], normed, sums, middle, normed
+        )
+
+    def _attention_grad(self, k: int) -> torch.Tensor:
+        """[R, H], the gradient of step k's normed states, by its queries and its own keys and values."""
+        ops, step, qkv, chunk = self.ops, self.step, self.weights.qkv, self.chunk
+        at, count, turn = self._rows(k), self.counts[k], self.turns[k]
+        query = ops.attend_grad_query(
+            self.queries[at], step.keys_values, self.own[:k], chunk.begins[at], chunk.ends[at],
+            self.attended[at], self.attended_grad[at], self.log_sums[at], self.means[at],
+        )  # fmt: skip
+        query_grad, pair_grad = self.qkv_grad[at, : qkv.query_width], self.qkv_grad[at, qkv.query_width :]
+        heads, ranks = step.config.num_attention_heads, chunk.ranks[:count]
+        ops.rotate_out(query, ranks, k, turn, heads, step.shared_query_grad, query_grad)
+        if k == 0:
+            return product(query_grad, qkv.hidden_query)
+        pair = ops.attend_grad_own(
+            k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk
+        )
+        ops.rotate_out(pair, self.sources[:count], k, turn, step.rope_heads, step.shared_pair_grad, pair_grad)
+        return product(self.qkv_grad[at], qkv.hidden_all)

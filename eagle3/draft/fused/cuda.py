@@ -1,0 +1,35 @@
+"""The fused step's operations on a GPU, as `plain` defines them."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle3.draft.kernels.attention import attend, attend_grad_query
+from eagle3.draft.kernels.attention_grad import attend_grad_own, attend_grad_sources, source_sums
+from eagle3.draft.kernels.loss import cross_entropy
+from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums
+from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
+from eagle3.draft.kernels.rope import rotate_in, rotate_out
+
+__all__ = [
+    "attend",
+    "attend_grad_own",
+    "attend_grad_query",
+    "attend_grad_sources",
+    "cross_entropy",
+    "norm",
+    "norm_grad",
+    "norm_sums",
+    "rotate_in",
+    "rotate_out",
+    "scale_all",
+    "source_sums",
+    "swiglu",
+    "swiglu_grad",
+    "wide",
+]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums are kept in."""
+    return torch.float32

@@ -1,0 +1,152 @@
+"""The drafter's weights as the fused step reads them, and their gradients.
+
+q, k and v are one matrix whose columns are two halves: the embedding's and the hidden state's.
+
+Shapes: H hidden, q the width of all queries, p that of all keys and values, I MLP width, D draft vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.fused.gemm import sum_up
+from eagle3.draft.model import DraftModel
+
+MATRICES = ("o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+NAMES = (*_PROJECTIONS, *MATRICES, *NORMS)
+"""Every parameter that the fused step uses, in the order of `parameters_of`."""
+
+
+def parameters_of(model: DraftModel) -> list[torch.nn.Parameter]:
+    """The parameters in `NAMES`."""
+    attention, mlp, layer = model.midlayer.self_attn, model.midlayer.mlp, model.midlayer
+    owners = {
+        **{name: attention for name in (*_PROJECTIONS, "o_proj")},
+        **{name: mlp for name in ("gate_proj", "up_proj", "down_proj")},
+        **{name: layer for name in NORMS[:3]},
+        **{name: model for name in ("norm", "lm_head")},
+    }
+    return [getattr(owners[name], name).weight for name in NAMES]
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A matrix [q + p, 2H] of q, k and v, or its gradient; the parts are views.
+
+    Attributes:
+        whole: the matrix.
+        query_width: q.
+        hidden: H.
+    """
+
+    whole: torch.Tensor
+    query_width: int
+    hidden: int
+
+    @property
+    def embedded_query(self) -> torch.Tensor:
+        return self.whole[: self.query_width, : self.hidden]
+
+    @property
+    def embedded_pair(self) -> torch.Tensor:
+        return self.whole[self.query_width :, : self.hidden]
+
+    @property
+    def hidden_query(self) -> torch.Tensor:
+        return self.whole[: self.query_width, self.hidden :]
+
+    @property
+    def hidden_pair(self) -> torch.Tensor:
+        return self.whole[self.query_width :, self.hidden :]
+
+    @property
+    def hidden_all(self) -> torch.Tensor:
+        return self.whole[:, self.hidden :]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Matrices in the type to compute in; norms as they are.
+
+    Attributes:
+        qkv: the projections.
+        matrices: by the names of `MATRICES`.
+        norms: by the names of `NORMS`.
+    """
+
+    qkv: Halves
+    matrices: dict[str, torch.Tensor]
+    norms: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, config: DraftConfig, parameters: list[torch.Tensor], dtype: torch.dtype) -> Weights:
+        """Of parameters in the order of `NAMES`."""
+        named = dict(zip(NAMES, parameters, strict=True))
+        whole = torch.cat([named[name].to(dtype) for name in _PROJECTIONS])
+        return cls(
+            Halves(whole, len(named["q_proj"]), config.hidden_size),
+            {name: named[name].to(dtype) for name in MATRICES},
+            {name: named[name] for name in NORMS},
+        )
+
+
+class Gradients:
+    """Gradients of the weights, added up.
+
+    Args:
+        weights: of the step.
+        parameters: the parameters themselves, whose type their gradients get.
+        norm_sums: makes the place where a norm's gradient is added up, by width.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        parameters: list[torch.Tensor],
+        norm_sums: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._named = dict(zip(NAMES, parameters, strict=True))
+        whole = torch.empty_like(weights.qkv.whole, dtype=self._named["q_proj"].dtype)
+        self.qkv = Halves(whole, weights.qkv.query_width, weights.qkv.hidden)
+        self._totals = {name: torch.empty_like(self._named[name]) for name in MATRICES}
+        self._totals |= {"hidden_query": self.qkv.hidden_query, "hidden_pair": self.qkv.hidden_pair}
+        self._begun: set[str] = set()
+        example = weights.qkv.whole
+        self.norm_sums = {name: norm_sums(len(self._named[name]), example) for name in NORMS}
+
+    def add(self, name: str, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds grad [N, out]^T times rows [N, in] to a matrix of `MATRICES`, `hidden_query` or `hidden_pair`."""
+        sum_up(self._totals[name], grad, rows, name in self._begun)
+        self._begun.add(name)
+
+    def add_embedded(
+        self, weights: Weights, query: tuple[torch.Tensor, torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """The embedding's half and its norm, from (gradient [.., out], normed rows before the norm's weight [.., H]).
+
+        One product gives both: with G = grad^T rows, the matrix's gradient is G times the norm's weight, and that
+        weight's is the sum over the outputs of G times the matrix.
+        """
+        norm = weights.norms["input_layernorm"]
+        sums = self.norm_sums["input_layernorm"]
+        for total, matrix, (grad, rows) in (
+            (self.qkv.embedded_query, weights.qkv.embedded_query, query),
+            (self.qkv.embedded_pair, weights.qkv.embedded_pair, pair),
+        ):
+            sum_up(total, grad, rows, False)
+            sums[0] += (total * matrix).sum(0, dtype=sums.dtype)
+            total *= norm
+
+    def in_order(self) -> list[torch.Tensor]:
+        """In the order of `NAMES`, in the parameters' types."""
+        parts = self.qkv.whole.split([len(self._named[name]) for name in _PROJECTIONS])
+        found = dict(zip(_PROJECTIONS, parts, strict=True))
+        found |= {name: self._totals[name] for name in MATRICES}
+        found |= {name: self.norm_sums[name].sum(0).to(self._named[name].dtype) for name in NORMS}
+        return [found[name] for name in NAMES]
