@@ -286,6 +286,8 @@ class TTTSection(Section):
     """Weight of step k is decay^k."""
     chain_rule: Literal["served", "shifted"] = "served"
     """`served`: exactly the chains that serving starts; `shifted`: SpecForge's rule."""
+    chunk: PositiveInt | None = 1792
+    """Most chains computed at once, forward and backward, which bounds memory; null: all, by autograd (slower)."""
 
 
 class OptimSection(Section):

@@ -222,8 +222,6 @@ class ChunkStep:
         ops.rotate_out(query, ranks, k, turn, heads, step.shared_query_grad, query_grad)
         if k == 0:
             return product(query_grad, qkv.hidden_query)
-        pair = ops.attend_grad_own(
-            k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk
-        )
+        pair = ops.attend_grad_own(k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk)
         ops.rotate_out(pair, self.sources[:count], k, turn, step.rope_heads, step.shared_pair_grad, pair_grad)
         return product(self.qkv_grad[at], qkv.hidden_all)

@@ -100,4 +100,3 @@ class _Fused(torch.autograd.Function):
         assert gradients is not None, "the fused step goes backward once"
         ctx.ops.scale_all(gradients, grad)
         return (None, None, None, *gradients)
-

@@ -10,6 +10,7 @@ step 0, then those of step 1, ..).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -35,8 +36,8 @@ class Chunk:
         active: bool [N], whether the row's own term counts.
         step_starts: int32 [K + 1], the first of each step's rows, and N.
         reader_starts: int32 [2 * key blocks + 1], into `readers`.
-        readers: int32, for each block of `KEY_BLOCK` sources two lists: the blocks of `QUERY_BLOCK` rows that all attend
-            to all of it, and the others that have some row which attends to some of it.
+        readers: int32, two lists for each block of `KEY_BLOCK` sources: the blocks of `QUERY_BLOCK` rows that all
+            attend to all of it, and the others that have some row which attends to some of it.
     """
 
     counts: list[int]
@@ -71,7 +72,7 @@ def make_chunks(plan: ChainPlan, most: int, device: torch.device) -> list[Chunk]
     begins = _document_begins(plan)[plan.chains]
     pieces = -(-total // most)
     bounds = [total * piece // pieces for piece in range(pieces + 1)]
-    return [_chunk(plan, begins, first, last, device) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [_chunk(plan, begins, first, last, device) for first, last in pairwise(bounds)]
 
 
 def _document_begins(plan: ChainPlan) -> torch.Tensor:

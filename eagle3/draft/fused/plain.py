@@ -7,6 +7,7 @@ steps, D draft vocab.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -44,7 +45,7 @@ def norm_grad(
     add: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient [R, H] of a norm's input.
+    """Gradient [R, H] of a norm's input; NaN where the mean square had overflowed, so that nobody trains on that.
 
     Args:
         x: [R, H], the input.
@@ -56,6 +57,7 @@ def norm_grad(
         out: [R, H].
     """
     slope = grad.to(wide(x.dtype))
+    factor = factor.masked_fill(factor == 0, torch.nan)
     unit = x.to(slope.dtype) * factor[:, None]
     sums += (slope * unit).sum(0)
     slope = slope * weight
@@ -250,7 +252,7 @@ def attend_grad_own(
     dtype = wide(query.dtype)
     keys, values = (part.to(dtype) for part in own[step - 1, :rows].chunk(2, 1))
     result = torch.zeros_like(own[step - 1, :rows], dtype=dtype)
-    for first, last in list(zip(offsets, offsets[1:], strict=False))[step:]:
+    for first, last in list(pairwise(offsets))[step:]:
         count, heads = last - first, keys.shape[1]
         turned, slope = (part[first:last].to(dtype).unflatten(1, (heads, -1)) for part in (query, grad))
         log_sums, mean = (part[first:last].unflatten(1, (heads, -1)) for part in (sums, means))

@@ -1,4 +1,4 @@
-"""Soft cross-entropy with its gradient and the greedy token, in two passes over a row; and what the target's logits say.
+"""Soft cross-entropy with its gradient and the greedy token, in two passes over a row; what the target's logits say.
 
 Legend: R rows, D draft vocab, V target vocab.
 """
@@ -55,7 +55,7 @@ def _greedy_and_chosen(
         top = tl.max(wide, axis=0)
         best = tl.where(top > peak, first + tl.argmax(wide, axis=0), best)
         peak = tl.maximum(peak, top)
-    tl.store(greedy + row, best.to(tl.int64))
+    tl.store(greedy + row, best)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _cross_entropy(logits, teacher, rows, scales, losses, greedy, width: tl.cons
         target_peak = high
     log_sum = peak + tl.log(total)
     tl.store(losses + row, log_sum - mixed / target_total)
-    tl.store(greedy + row, best.to(tl.int64))
+    tl.store(greedy + row, best)
     scale = tl.load(scales + row)
     for first in range(0, width, block):
         inside = first + lane < width

@@ -82,6 +82,7 @@ def _norm_grad(
     total = tl.load(total_at, mask=inside, other=0.0)
     for row in range(first, rows, tl.num_programs(0)):
         factor = tl.load(factors + row)
+        factor = tl.where(factor == 0.0, float("nan"), factor)
         unit = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32) * factor
         slope = tl.load(grad + row * grad_row + column, mask=inside, other=0.0).to(tl.float32)
         total += slope * unit

@@ -18,9 +18,7 @@ _BLOCK = 2048
 def swiglu(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """As `plain.swiglu`; all contiguous."""
     if gate.numel():
-        _swiglu[(triton.cdiv(gate.numel(), _BLOCK),)](
-            gate, up, out, gate.numel(), gate.numel() % _BLOCK == 0, _BLOCK
-        )
+        _swiglu[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), gate.numel() % _BLOCK == 0, _BLOCK)
     return out
 
 

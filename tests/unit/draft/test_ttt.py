@@ -11,6 +11,7 @@ from torch import distributed
 
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
+from eagle3.draft.fused import plain
 from eagle3.draft.loss import rms_norm
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss, TTTOutput, count_terms, draft_matches
@@ -20,6 +21,7 @@ from .cases import gradients, make_batch, make_document, make_head, make_model, 
 ONE_ANSWER = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 TWO_ANSWERS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
 SETTINGS = TTTSettings(3)
+BY_AUTOGRAD = TTTSettings(3, chunk=None)
 IN_VOCAB, NOT_IN_VOCAB = 3, 1  # target ids, see make_vocab
 
 
@@ -74,9 +76,11 @@ def test_fault_12_gradient_reaches_states_up_to_the_last_chain_only(
     model = make_model()
     model.embed_tokens.requires_grad_()
     batch.input_ids[0, : len(mask)] = torch.arange(len(mask))  # every place has an embedding row of its own
-    loss = run_with_argmax(model, batch, SETTINGS, IN_VOCAB).loss
+    loss = run_with_argmax(model, batch, BY_AUTOGRAD, IN_VOCAB).loss
     states, embeddings = torch.autograd.grad(loss, [batch.aux, model.embed_tokens.weight])
     assert states[0].any(-1).nonzero().flatten().tolist() == list(range(last_chain + 1))
+    fused = torch.autograd.grad(run_with_argmax(model, batch, SETTINGS, IN_VOCAB).loss, batch.aux)[0]
+    torch.testing.assert_close(fused, states, rtol=0, atol=1e-12)
     assert embeddings.any(-1).nonzero().flatten().tolist() == list(range(1, last_read + 1))
 
 
@@ -87,7 +91,7 @@ def test_only_chains_with_a_term_left_are_computed() -> None:
         if name.split(".")[-1] in rows:
             taken = rows[name.split(".")[-1]]
             module.register_forward_hook(lambda _, inputs, output, taken=taken: taken.append(len(output)))
-    run_loss(model, make_batch([[make_document(ONE_ANSWER)]], padding=3), SETTINGS)
+    run_loss(model, make_batch([[make_document(ONE_ANSWER)]], padding=3), BY_AUTOGRAD)
     assert rows == {"mlp": [3, 2, 1], "lm_head": [3, 2, 1], "q_proj": [3, 2, 1], "k_proj": [6, 2, 1], "fc": [6]}
 
 
@@ -132,13 +136,16 @@ def test_fault_03_terms_that_are_all_outside_the_draft_vocab_give_zero_loss_and_
     ("rule", "target_id", "correct"),
     [("served", 5, [3, 2, 1]), ("served", 3, [0, 0, 0]), ("shifted", 5, [3, 3, 3])],
 )
+@pytest.mark.parametrize("chunk", [None, 2])
 def test_fault_19_step_accuracy_compares_target_ids_of_active_terms(
-    rule: str, target_id: int, correct: list[int], monkeypatch: pytest.MonkeyPatch
+    rule: str, target_id: int, correct: list[int], chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = make_model(), make_batch([[make_document(ONE_ANSWER)]])
     winner = torch.nn.functional.one_hot(torch.tensor(3), 10).double()  # draft id 3 is target id 5
     monkeypatch.setattr(model, "logits", lambda output: winner.expand(len(output), 10))
-    output = run_with_argmax(model, batch, TTTSettings(3, 0.8, rule), target_id)
+    real = plain.cross_entropy
+    monkeypatch.setattr(plain, "cross_entropy", lambda logits, *rest: real(winner.expand_as(logits).clone(), *rest))
+    output = run_with_argmax(model, batch, TTTSettings(3, 0.8, rule, chunk), target_id)
     assert make_vocab().ids[3] == 5 and output.correct.tolist() == correct
 
 
@@ -158,7 +165,7 @@ def test_same_loss_from_states_before_the_final_norm() -> None:
     for batch, kind in ((before, "pre_norm"), (after, "post_norm"), (before, "post_norm")):
         own_head = replace(head, kind=kind)
         counts = count_terms(batch, own_head, vocab, SETTINGS)
-        losses.append(TTTLoss(model, vocab, SETTINGS)(batch, own_head, counts, torch.ones(3)).loss.item())
+        losses.append(TTTLoss(model, vocab, SETTINGS)(batch, counts, torch.ones(3)).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 

@@ -1,0 +1,220 @@
+"""The fused step's kernels on a GPU against plain torch in float64 on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from eagle3.draft.chains import plan_chains
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.fused import function, plain
+from eagle3.draft.fused.layout import Chunk, make_chunks
+from eagle3.draft.loss import TargetHead, read_teacher
+from eagle3.draft.ttt import TTTLoss, count_terms
+from tests.unit.draft import cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = [(8, 2, 64), (14, 2, 128), (8, 8, 80)]  # query heads, key/value heads, head width
+ONE_ROUNDING = 0.004  # of bfloat16, relative to a row's norm
+
+
+@pytest.fixture
+def cuda() -> ModuleType:
+    from eagle3.draft.fused import cuda as ops
+
+    return ops
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = 2 * ONE_ROUNDING) -> None:
+    """Every row is near."""
+    found, expected = (part.double().flatten(1) for part in (found, expected))
+    errors = (found - expected).norm(dim=1) / (expected.norm(dim=1) + 1e-3 * expected.norm() / len(expected) ** 0.5)
+    assert errors.max() < bound, float(errors.max())
+
+
+def make_chunk(seed: int) -> tuple[Chunk, int]:
+    """A chunk that begins and ends inside documents, and the number of sources."""
+    lengths = (700, 5, 130, 900)
+    generator = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(length, generator=generator) < 0.97 for length in lengths]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    plan = plan_chains(torch.cat(masks)[None], documents[None], 4, "served")
+    return make_chunks(plan, 700, torch.device("cuda"))[1], len(plan.sources)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_forward_and_backward(shape: tuple[int, int, int], cuda: ModuleType) -> None:
+    heads, key_heads, width = shape
+    chunk, sources = make_chunk(1)
+    rows, offsets = chunk.offsets[-1], chunk.offsets
+    query, grad = randn(rows, heads, width, seed=1), randn(rows, heads, width, seed=2)
+    pairs = randn(sources, 2 * key_heads, width, seed=3)
+    own = randn(3, chunk.counts[0], 2 * key_heads, width, seed=4)
+    out, sums, means = poison(rows, heads, width), *(poison(rows, heads, dtype=torch.float32) for _ in range(2))
+    exact = [part.double() for part in (query, grad, pairs, own)]
+    exact_out, exact_sums, exact_means = out.double(), sums.double(), means.double()
+    for k in range(4):
+        at = slice(offsets[k], offsets[k + 1])
+        bounds = chunk.begins[at], chunk.ends[at]
+        cuda.attend(query[at], pairs, own[:k], *bounds, out[at], sums[at])
+        plain.attend(exact[0][at], exact[2], exact[3][:k], *bounds, exact_out[at], exact_sums[at])
+        assert_near(out[at], exact_out[at])
+        found = cuda.attend_grad_query(query[at], pairs, own[:k], *bounds, out[at], grad[at], sums[at], means[at])
+        expected = plain.attend_grad_query(
+            exact[0][at], exact[2], exact[3][:k], *bounds, exact_out[at], exact[1][at], exact_sums[at], exact_means[at]
+        )
+        assert_near(found, expected, 0.02)
+    for k in (1, 2, 3):
+        found = cuda.attend_grad_own(k, query, own, grad, sums, means, chunk)
+        expected = plain.attend_grad_own(k, exact[0], exact[3], exact[1], exact_sums, exact_means, chunk)
+        assert_near(found, expected, 0.02)
+    group = heads // key_heads
+    total = cuda.source_sums(sources, key_heads, group, width, query)
+    exact_total = plain.source_sums(sources, key_heads, group, width, exact[0])
+    for _ in range(2):  # it adds
+        cuda.attend_grad_sources(query, pairs, grad, sums, means, chunk, total)
+        plain.attend_grad_sources(exact[0], exact[2], exact[1], exact_sums, exact_means, chunk, exact_total)
+    assert_near(total.sum(0), exact_total.sum(0), 0.02)
+
+
+@pytest.mark.parametrize("width", [7168, 576, 100])
+def test_norm(width: int, cuda: ModuleType) -> None:
+    x, weight, grad, add = randn(613, width), randn(width, seed=1), randn(613, width, seed=2), randn(400, width, seed=3)
+    normed, factor = cuda.norm(x, weight, 1e-5)
+    expected, exact_factor = plain.norm(x.double(), weight.double(), 1e-5)
+    assert_near(normed, expected)
+    sums, exact_sums = cuda.norm_sums(width, x), plain.norm_sums(width, x.double())
+    found = cuda.norm_grad(x, factor, weight, grad, sums, add, grad.clone())
+    exact = plain.norm_grad(x.double(), exact_factor, weight.double(), grad.double(), exact_sums, add.double())
+    assert_near(found, exact)
+    assert_near(sums.sum(0)[None], exact_sums.sum(0)[None], 1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rotation(shape: tuple[int, int, int], cuda: ModuleType) -> None:
+    heads, rotated, width = shape
+    rows = torch.randperm(600, device="cuda")[:500].int()
+    angles = torch.rand(500, width // 2, device="cuda", dtype=torch.float64) * 6
+    turn, exact_turn = (angles.cos().float(), angles.sin().float()), (angles.cos(), angles.sin())
+    projected, shared = randn(500, heads * width + 32), randn(610, heads * width, seed=1)
+    found = cuda.rotate_in(projected[:, : heads * width], shared, rows, 3, turn, rotated, poison(500, heads, width))
+    exact = plain.rotate_in(
+        projected[:, : heads * width].double(), shared.double(), rows, 3, exact_turn, rotated, found.double()
+    )
+    assert_near(found, exact)
+    sums = torch.ones(610, heads * width, device="cuda")
+    wide = poison(500, heads * width + 32)
+    back = cuda.rotate_out(found, rows, 3, turn, rotated, sums, wide[:, : heads * width])
+    exact_sums = torch.ones_like(sums).double()
+    expected = plain.rotate_out(found.double(), rows, 3, exact_turn, rotated, exact_sums, back.double())
+    assert_near(back, expected)
+    assert_near(sums, exact_sums, 1e-5)
+    assert wide[:, heads * width :].isnan().all()
+
+
+@pytest.mark.parametrize("width", [4096, 331])
+def test_swiglu(width: int, cuda: ModuleType) -> None:
+    gate, up, grad = (randn(77, width, seed=seed) for seed in range(3))
+    exact = [part.double() for part in (gate, up, grad)]
+    assert_near(cuda.swiglu(gate, up, poison(77, width)), plain.swiglu(exact[0], exact[1], torch.empty_like(exact[0])))
+    cuda.swiglu_grad(gate, up, grad)
+    plain.swiglu_grad(*exact)
+    assert_near(gate, exact[0])
+    assert_near(up, exact[1])
+
+
+@pytest.mark.parametrize("width", [32000, 4096, 517])
+def test_cross_entropy_its_gradient_and_the_greedy_token(width: int, cuda: ModuleType) -> None:
+    logits, teacher = 3 * randn(300, width), 3 * randn(90, width, seed=1)
+    rows = torch.randint(0, 90, (300,), device="cuda").int()
+    scales = torch.rand(300, device="cuda")
+    scales[5] = 0
+    exact = logits.double()
+    expected, greedy = plain.cross_entropy(exact, teacher.double(), rows, scales.double())
+    losses, found = cuda.cross_entropy(logits, teacher, rows, scales)
+    assert_near(losses[:, None], expected[:, None], 1e-4)
+    assert torch.equal(found, greedy)
+    assert_near(logits, exact)
+
+
+def test_teacher_on_the_gpu_is_that_of_the_cpu() -> None:
+    weight, states = randn(5000, 64), randn(2100, 64, seed=1)
+    ids = torch.randperm(5000)[:700].sort().values
+    head = TargetHead(weight, torch.ones(64, device="cuda"), 1e-5, "post_norm")
+    greedy, chosen = read_teacher(head, states, ids.cuda())
+    logits = head.logits(states)
+    assert torch.equal(logits.gather(1, greedy[:, None])[:, 0], logits.amax(1))
+    assert torch.equal(chosen, logits[:, ids.cuda()])
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+def test_scaling_by_one_and_by_others(factor: float, cuda: ModuleType) -> None:
+    values = [randn(100, 64), randn(3), torch.randn(5000, device="cuda")]
+    expected = [(value.double() * factor).to(value.dtype) for value in values]
+    cuda.scale_all(values, torch.tensor(factor, device="cuda"))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(values, expected, strict=True))
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    import triton
+
+    seen: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *_, **values: seen.append(str(values.get("repr")))
+    yield seen
+    triton.knobs.runtime.jit_post_compile_hook = None
+
+
+def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "HIDDEN", 128)
+    config = cases.make_config(
+        hidden_size=128, target_hidden_size=128, intermediate_size=256, num_attention_heads=8, head_dim=64
+    )
+    model = cases.make_model(config).cuda()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(0.25 if value.ndim == 2 else 1)
+    settings, vocab, exact_head = TTTSettings(4, chunk=150), cases.make_vocab(), cases.make_head()
+    head = replace(
+        exact_head, lm_head=exact_head.lm_head.bfloat16().cuda(), norm_weight=exact_head.norm_weight.float().cuda()
+    )
+    low = cases.make_model(config).cuda()
+    low.load_state_dict(model.state_dict())
+    low.bfloat16()
+    model.load_state_dict({name: value.double() for name, value in low.state_dict().items()})
+    first_batches = 0
+    for seed in range(50):
+        batch = cases.make_batch(
+            [cases.random_documents(6, seed, longest=90), cases.random_documents(3, seed + 100, 60)]
+        )
+        batch = replace(batch, aux=batch.aux.bfloat16(), last_hidden=batch.last_hidden.bfloat16()).to("cuda")
+        module = TTTLoss(low, vocab, settings).cuda()
+        counts = count_terms(batch, head, module.vocab, settings)
+        assert function.choose_ops(batch.aux) is not plain
+        found = cases.gradients(low, module(batch, counts, counts.in_vocab).loss)
+        if seed == 4:
+            first_batches = len(compilations)
+        if seed % 10 == 0:
+            wide = replace(batch, aux=batch.aux.double())
+            exact = TTTLoss(model, vocab, settings).cuda()
+            wide_counts = replace(counts, teacher=counts.teacher.double())
+            slopes = cases.gradients(model, exact(wide, wide_counts, counts.in_vocab).loss)
+            errors = [(found[name].double() - slopes[name]).norm() / slopes[name].norm() for name in slopes]
+            assert max(errors) < 0.08, dict(zip(slopes, errors, strict=True))
+    assert 0 < first_batches == len(compilations), compilations[first_batches:]

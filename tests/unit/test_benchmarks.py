@@ -1,0 +1,36 @@
+"""The benchmark of the training step runs, on a CPU and in small, so that it does not rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PEER = """
+import torch
+
+def build(config):
+    assert config["hidden_size"] == 64
+    return torch.nn.Linear(192, 8)
+
+def step(state, batch):
+    assert batch["last_hidden"].shape == (*batch["input_ids"].shape, 64) and len(batch["draft_ids"]) == 256
+    state(batch["aux"].float())[batch["loss_mask"]].sum().backward()
+"""
+
+
+def test_the_training_steps_benchmark_times_both_steps_and_a_peer(tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text(PEER)
+    command = [sys.executable, "benchmarks/train_step.py", "--shape", "tiny", "--weights", "mixed", "--device", "cpu"]
+    command += ["--tokens", "96", "--documents", "2", "--fractions", "0.5", "--steps", "2", "--repeats", "2"]
+    found = []
+    for chunk in ("20", "0"):
+        run = [*command, "--chunk", chunk, "--peer", str(tmp_path / "peer.py")]
+        lines = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        found += [json.loads(line) for line in lines]
+    assert [line["step"] for line in found] == ["eagle3", "peer"] * 2
+    for line in found:
+        assert line["tokens_per_second"] > 0 and 0.3 < line["supervised_fraction"] < 0.7
+    assert all(line["matmul_share"] > 0 for line in found if line["step"] == "eagle3")
