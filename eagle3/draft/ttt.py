@@ -69,23 +69,20 @@ class TTTOutput:
 def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
     """Plans a batch and counts its terms; reads the target's head at the needed rows only."""
     plan = plan_chains(batch.loss_mask, batch.document_ids, ttt.steps, ttt.chain_rule)
+    chunks = None
+    if ttt.chunk is not None and plan.document_sources:
+        chunks = make_chunks(plan.host or plan, ttt.chunk, batch.input_ids.device)
+    active = plan.active.to(batch.input_ids.device)
     argmax, teacher = read_teacher(head, batch.last_rows(plan.teacher_places), vocab.ids)
     known = vocab.to_draft(argmax) >= 0
-    active = plan.active.to(known.device)
     return TermCounts(
         active=active.sum(1),
         in_vocab=torch.stack([(row & known.roll(-k)).sum() for k, row in enumerate(active)]),
         target_argmax=argmax,
         teacher=teacher,
         plan=plan,
-        chunks=_chunks(plan, ttt, argmax.device),
+        chunks=chunks,
     )
-
-
-def _chunks(plan: ChainPlan, ttt: TTTSettings, device: torch.device) -> list[Chunk] | None:
-    if ttt.chunk is None or not plan.document_sources:
-        return None
-    return make_chunks(plan.host or plan, ttt.chunk, device)
 
 
 class TTTLoss(nn.Module):
@@ -152,7 +149,7 @@ class TTTLoss(nn.Module):
         )  # fmt: skip
         correct = torch.zeros_like(counts.active)
         for rows in terms.rows:
-            hits = (vocab.to_target(rows.greedy) == targets[rows.chunk.teachers.long()]) & rows.chunk.active
+            hits = (vocab.to_target(rows.greedy) == targets.index_select(0, rows.chunk.teachers)) & rows.chunk.active
             correct += torch.stack([part.sum() for part in hits.split(rows.chunk.counts)])
         return TTTOutput(terms.loss, terms.loss_sums, correct, counts.active, counts.in_vocab)
 

@@ -50,7 +50,7 @@ class ChunkStep:
     def __init__(self, step: Step, chunk: Chunk) -> None:
         self.step, self.chunk, self.ops, self.weights = step, chunk, step.ops, step.weights
         self.offsets, self.counts = chunk.offsets, chunk.counts
-        self.chains = step.inputs.chains.index_select(0, chunk.ranks.long())
+        self.chains = step.inputs.chains.index_select(0, chunk.ranks)
         self.sources = self.chains.int()
         config, like, rows = step.config, step.inputs.hidden, self.offsets[-1]
         hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -124,8 +124,8 @@ class ChunkStep:
         """The rows, the gradient [N, H] of `norm`'s results, and that norm's factors [N]."""
         chunk, inputs, lm_head = self.chunk, self.step.inputs, self.weights.matrices["lm_head"]
         total = self.offsets[-1]
-        counted = chunk.active & inputs.known.index_select(0, chunk.teachers.long())
-        scales = inputs.scales[chunk.steps] * counted
+        counted = chunk.active & inputs.known.index_select(0, chunk.teachers)
+        scales = inputs.scales.index_select(0, chunk.steps) * counted
         grad, factors = torch.empty_like(self.outputs), self.normed_factors.new_empty(total)
         losses, greedy = [], []
         for begin in range(0, total, HEAD_ROWS):

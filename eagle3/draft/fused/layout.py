@@ -9,7 +9,7 @@ step 0, then those of step 1, ..).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -31,7 +31,7 @@ class Chunk:
             that chain's teacher is its teacher.
         ends: int32 [N], the chain's own token among the sources, the last that it attends to.
         begins: int32 [N], its document's first source.
-        steps: int64 [N], each row's step.
+        steps: int32 [N], each row's step.
         teachers: int32 [N], the chain whose teacher each row has.
         active: bool [N], whether the row's own term counts.
         step_starts: int32 [K + 1], the first of each step's rows, and N.
@@ -60,6 +60,11 @@ class Chunk:
         return offsets
 
 
+_TENSORS = [field.name for field in fields(Chunk) if field.name != "counts"]
+_ALIGNED = 4
+"""Numbers of 4 bytes that begin at 16 bytes: a kernel is compiled anew for pointers that do not."""
+
+
 def make_chunks(plan: ChainPlan, most: int, device: torch.device) -> list[Chunk]:
     """Cuts a plan's chains into chunks of about equal size.
 
@@ -72,7 +77,18 @@ def make_chunks(plan: ChainPlan, most: int, device: torch.device) -> list[Chunk]
     begins = _document_begins(plan)[plan.chains]
     pieces = -(-total // most)
     bounds = [total * piece // pieces for piece in range(pieces + 1)]
-    return [_chunk(plan, begins, first, last, device) for first, last in pairwise(bounds)]
+    chunks = [_chunk(plan, begins, first, last) for first, last in pairwise(bounds)]
+    return chunks if device.type == "cpu" else _moved(chunks, device)
+
+
+def _moved(chunks: list[Chunk], device: torch.device) -> list[Chunk]:
+    """The chunks on a GPU, by one copy that nobody waits for."""
+    parts = [getattr(chunk, name) for chunk in chunks for name in _TENSORS]
+    padded = [torch.nn.functional.pad(part.int(), (0, -len(part) % _ALIGNED)) for part in parts]
+    everything = torch.cat(padded).pin_memory().to(device, non_blocking=True)
+    pieces = zip(parts, everything.split([len(part) for part in padded]), strict=True)
+    moved = iter([piece[: len(part)].to(part.dtype) for part, piece in pieces])
+    return [replace(chunk, **{name: next(moved) for name in _TENSORS}) for chunk in chunks]
 
 
 def _document_begins(plan: ChainPlan) -> torch.Tensor:
@@ -81,7 +97,7 @@ def _document_begins(plan: ChainPlan) -> torch.Tensor:
     return torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
 
 
-def _chunk(plan: ChainPlan, begins: torch.Tensor, first: int, last: int, device: torch.device) -> Chunk:
+def _chunk(plan: ChainPlan, begins: torch.Tensor, first: int, last: int) -> Chunk:
     """The chunk of chains [first, last).
 
     Args:
@@ -95,11 +111,18 @@ def _chunk(plan: ChainPlan, begins: torch.Tensor, first: int, last: int, device:
     ends, starts = plan.chains[rows], begins[rows]
     reader_starts, readers = _readers(starts, ends, len(plan.sources))
     step_starts = torch.nn.functional.pad(torch.tensor(counts).cumsum(0), (1, 0))
-    parts = (
-        order.int(), ends.int(), starts.int(), steps, (rows + steps).int(), plan.active[steps, rows], step_starts.int(),
-        reader_starts, readers,
-    )  # fmt: skip
-    return Chunk(counts, *(part.to(device, non_blocking=True) for part in parts))
+    return Chunk(
+        counts=counts,
+        ranks=order.int(),
+        ends=ends.int(),
+        begins=starts.int(),
+        steps=steps.int(),
+        teachers=(rows + steps).int(),
+        active=plan.active[steps, rows],
+        step_starts=step_starts.int(),
+        reader_starts=reader_starts,
+        readers=readers,
+    )
 
 
 def _readers(begins: torch.Tensor, ends: torch.Tensor, source_count: int) -> tuple[torch.Tensor, torch.Tensor]:
