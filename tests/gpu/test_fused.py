@@ -218,3 +218,21 @@ def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
             errors = [(found[name].double() - slopes[name]).norm() / slopes[name].norm() for name in slopes]
             assert max(errors) < 0.08, dict(zip(slopes, errors, strict=True))
     assert 0 < first_batches == len(compilations), compilations[first_batches:]
+
+
+def test_a_step_has_the_same_bits_every_time() -> None:
+    model = cases.make_model(cases.make_config(intermediate_size=64)).cuda().bfloat16()
+    exact_head = cases.make_head()
+    head = replace(
+        exact_head, lm_head=exact_head.lm_head.bfloat16().cuda(), norm_weight=exact_head.norm_weight.float().cuda()
+    )
+    batch = cases.make_batch([cases.random_documents(6, 1, longest=400)])
+    batch = replace(batch, aux=batch.aux.bfloat16(), last_hidden=batch.last_hidden.bfloat16()).to("cuda")
+    settings = TTTSettings(4, chunk=150)
+    module = TTTLoss(model, cases.make_vocab(), settings).cuda()
+    runs = []
+    for _ in range(3):
+        counts = count_terms(batch, head, module.vocab, settings)
+        output = module(batch, counts, counts.in_vocab)
+        runs.append([output.loss.detach(), *cases.gradients(model, output.loss).values()])
+    assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
