@@ -10,13 +10,13 @@ import torch
 from torch import distributed
 
 from eagle3.draft.batch import DraftBatch
-from eagle3.draft.config import TTTSettings
+from eagle3.draft.config import ChainRule, TTTSettings
 from eagle3.draft.fused import plain
-from eagle3.draft.loss import rms_norm
+from eagle3.draft.loss import active_terms, rms_norm, shifted
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss, TTTOutput, count_terms, draft_matches
 
-from .cases import gradients, make_batch, make_document, make_head, make_model, make_vocab, run_loss
+from .cases import gradients, make_batch, make_document, make_head, make_model, make_vocab, random_documents, run_loss
 
 ONE_ANSWER = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 TWO_ANSWERS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
@@ -199,3 +199,16 @@ def test_ddp_steps_on_a_rank_with_nothing_to_learn(tmp_path: Path) -> None:
             assert any(slope.any() for slope in slopes) == any(mask)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("rule", ["served", "shifted"])
+def test_terms_in_the_draft_vocab_are_counted_at_the_place_of_their_own_teacher(rule: ChainRule) -> None:
+    documents = random_documents(8, seed=2, longest=25)
+    batch, head, vocab = make_batch([documents[:4], documents[4:]]), make_head(), make_vocab()
+    counts = count_terms(batch, head, vocab, TTTSettings(4, 0.8, rule))
+    greedy = head.logits(batch.last_rows(torch.arange(batch.input_ids.numel()))).argmax(-1)
+    known = (vocab.to_draft(greedy) >= 0).view_as(batch.loss_mask)
+    active = active_terms(batch.loss_mask, batch.document_ids, 4, rule)
+    expected = [int((term & shifted(known, 1 + k, False)).sum()) for k, term in enumerate(active)]
+    assert counts.in_vocab.tolist() == expected and counts.active.tolist() == active.sum((1, 2)).tolist()
+    assert 0 < expected[3] < expected[0] < int(active[0].sum())
