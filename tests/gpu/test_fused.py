@@ -236,3 +236,13 @@ def test_a_step_has_the_same_bits_every_time() -> None:
         output = module(batch, counts, counts.in_vocab)
         runs.append([output.loss.detach(), *cases.gradients(model, output.loss).values()])
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_tiles_for_wide_heads_and_small_shared_memory(
+    width: int, cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle3.draft.kernels import tiles
+
+    monkeypatch.setattr(tiles, "_shared_memory", lambda device: 100 << 10)
+    test_attention_forward_and_backward((8, 2, width), cuda)

@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle3.draft.kernels import tiles
+
 LOG2_E = 1.4426950408889634
-_TILE = {"block_rows": 64, "block_keys": 64, "num_warps": 4, "num_stages": 3}
-_GRAD_TILE = {"block_rows": 128, "block_keys": 64, "num_warps": 8, "num_stages": 3}
-"""Fastest of those tried on an H200; see docs/benchmarks.md."""
 
 
 def attend(
@@ -27,9 +26,10 @@ def attend(
 ) -> None:
     """As `plain.attend`, but `sums` are logarithms to the base 2; all contiguous, `own` but for its first dimension."""
     rows, heads, width = query.shape
-    _attend[(heads, triton.cdiv(rows, _TILE["block_rows"]))](
+    shape = tiles.tile("forward", width, query.device)
+    _attend[(heads, triton.cdiv(rows, shape["block_rows"]))](
         query, keys_values, own, begins, ends, out, sums, rows, len(own), own.stride(0), width**-0.5 * LOG2_E,
-        heads, keys_values.shape[1] // 2, width, block_width(width), **_TILE,
+        heads, keys_values.shape[1] // 2, width, block_width(width), **shape,
     )  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def attend_grad_query(
 ) -> torch.Tensor:
     """As `plain.attend_grad_query`, with `sums` of `attend` here."""
     rows, heads, width = query.shape
-    result = torch.empty_like(query)
-    _grad_query[(heads, triton.cdiv(rows, _GRAD_TILE["block_rows"]))](
+    result, shape = torch.empty_like(query), tiles.tile("queries", width, query.device)
+    _grad_query[(heads, triton.cdiv(rows, shape["block_rows"]))](
         query, keys_values, own, begins, ends, output, grad, sums, means, result, rows, len(own), own.stride(0),
-        width**-0.5, heads, keys_values.shape[1] // 2, width, block_width(width), **_GRAD_TILE,
+        width**-0.5, heads, keys_values.shape[1] // 2, width, block_width(width), **shape,
     )  # fmt: skip
     return result
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from eagle3.draft.fused.layout import KEY_BLOCK, QUERY_BLOCK, Chunk
+from eagle3.draft.kernels import tiles
 from eagle3.draft.kernels.attention import block_width
 
 _OWN_ROWS = 32
@@ -39,7 +40,7 @@ def attend_grad_sources(
     _grad_sources[(key_heads, triton.cdiv(sources, KEY_BLOCK), splits)](
         query, keys_values, grad, sums, means, chunk.begins, chunk.ends, chunk.reader_starts, chunk.readers, total,
         rows, sources, width**-0.5, heads, key_heads, width, block_width(width), triton.cdiv(group, splits),
-        QUERY_BLOCK, KEY_BLOCK, num_warps=4, num_stages=3,
+        QUERY_BLOCK, KEY_BLOCK, **tiles.tile("sources", width, query.device),
     )  # fmt: skip
 
 
