@@ -69,6 +69,12 @@ class RemoteFolder:
             raise problem_error(url, "remote.protocol", "is a chain of URLs, which is not supported", fix)
         protocol, _, rest = url.partition(":")
         protocol = protocol.lower()
+        host = rest.strip("/").split("/")[0]
+        if ":" in host and "@" in host:  # the message does not repeat it
+            hidden = f"{protocol}://...@{host.rpartition('@')[2]}"
+            raise problem_error(hidden, "remote.protocol", "has a user's name and password in it", _NO_CREDENTIALS)
+        if not host:
+            raise problem_error(url, "remote.protocol", "names no bucket", "give e.g. s3://bucket/folder")
         self.url = f"{protocol}://{rest.strip('/')}"
         if protocol in _LOCAL:
             fix = f"give the plain path: /{rest.strip('/')}"

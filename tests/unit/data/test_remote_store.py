@@ -254,9 +254,14 @@ def test_a_local_folder_as_a_url_and_an_unknown_protocol_are_refused(store: Path
     assert kind_of(error) == "remote.protocol"
 
 
+def test_a_password_in_a_url_is_refused_and_not_repeated(cache: CacheSection) -> None:
+    (problem,) = problems_of_opening("s3://user:secret@bucket/store", cache)
+    assert problem.kind == "remote.protocol" and problem.where == "s3://...@bucket" and "secret" not in str(problem)
+
+
 def test_what_no_request_can_be_made_of_is_said_at_once(cache: CacheSection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_folder, "_WAITS", (60.0,))
-    (problem,) = problems_of_opening("s3://user:secret@bucket/store", cache)
+    (problem,) = problems_of_opening("s3://no bucket's name/store", cache)
     assert problem.kind == "remote.refused" and "\n" not in problem.message
     forget_clients()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
