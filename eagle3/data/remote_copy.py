@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eagle3.data.remote_files import check_listing, fetch_whole, read_remote_manifest
 from eagle3.data.remote_folder import PUSH_MARK, RemoteFile, RemoteFolder
-from eagle3.data.remote_store import check_listing, fetch_whole, read_remote_manifest
 from eagle3.data.store import StoreReader
 from eagle3.data.store_check import check_whole
 from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, FileInfo, Manifest, load_manifest

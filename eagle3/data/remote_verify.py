@@ -14,16 +14,9 @@ from pathlib import Path
 from eagle3.config import CacheSection
 from eagle3.data.open_reader import open_cache, open_reader
 from eagle3.data.piece_cache import Piece, PieceCache
+from eagle3.data.remote_files import at_url, check_listing, check_unchanged, copy_bytes, read_remote_manifest
 from eagle3.data.remote_folder import RemoteFile, RemoteFolder
-from eagle3.data.remote_store import (
-    RemoteStoreReader,
-    at_url,
-    cache_name,
-    check_listing,
-    check_unchanged,
-    copy_bytes,
-    read_remote_manifest,
-)
+from eagle3.data.remote_store import RemoteStoreReader, cache_name
 from eagle3.data.store_check import check_shard, check_target_head, check_whole
 from eagle3.data.store_format import MANIFEST_FILE, FileInfo, Manifest, ShardInfo, load_manifest
 from eagle3.data.store_verify import check_file

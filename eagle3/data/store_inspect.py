@@ -35,8 +35,8 @@ def inspect_store(folder: Path | str) -> dict[str, Any]:
         ProblemsError: the manifest cannot be read.
     """
     if is_url(folder):
+        from eagle3.data.remote_files import read_remote_manifest
         from eagle3.data.remote_folder import RemoteFolder
-        from eagle3.data.remote_store import read_remote_manifest
 
         manifest = read_remote_manifest(RemoteFolder(str(folder)))[1]
     else:
