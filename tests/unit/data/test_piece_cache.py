@@ -21,12 +21,12 @@ import eagle3.data.piece_cache as piece_cache
 from eagle3.config import CacheSection
 from eagle3.data.cache_order import AT_ONCE, ReadingOrder
 from eagle3.data.open_reader import open_cache
-from eagle3.data.piece_cache import LOCK_FILE, Piece, PieceCache
+from eagle3.data.piece_cache import Piece, PieceCache
 from eagle3.errors import ProblemsError, problem_error
-from eagle3.files import TEMPORARY_SUFFIX, write_atomic
+from eagle3.files import write_atomic
+from tests.caches import BLOCK, used
 
 ROOT = Path(__file__).parents[3]
-BLOCK = 4096
 
 
 class Source:
@@ -72,18 +72,6 @@ def opened(tmp_path: Path) -> Iterator[list[PieceCache]]:
 def open_at(opened: list[PieceCache], folder: Path, blocks: int, threads: int = 2) -> PieceCache:
     opened.append(PieceCache(folder, blocks * BLOCK, threads))
     return opened[-1]
-
-
-def used(folder: Path) -> int:
-    """Bytes of all files, half-written ones included; one that gets its name meanwhile counts once."""
-    sizes: dict[str, int] = {}
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file() and path.name != LOCK_FILE:
-                sizes[path.name.removesuffix(TEMPORARY_SUFFIX)] = -(-path.stat().st_size // BLOCK) * BLOCK
-        except FileNotFoundError:  # it was removed, or got its name, meanwhile
-            continue
-    return sum(sizes.values())
 
 
 def kind_and_where(error: pytest.ExceptionInfo[ProblemsError]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle3.config import CacheSection
-from eagle3.data import remote_copy, remote_folder, remote_store
+from eagle3.data import remote_copy, remote_files, remote_folder
 from eagle3.data.open_reader import open_cache, open_reader
 from eagle3.data.remote_copy import pull, push
 from eagle3.data.remote_verify import verify_remote
@@ -233,7 +233,7 @@ def test_a_full_disk_stops_a_pull_with_one_problem_a_file_and_it_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote_store, "copy_bytes", full)
+        patch.setattr(remote_files, "copy_bytes", full)
         found = kinds(lambda: pull(url, back, 1))
     assert {kind for kind, _ in found} == {"disk.full"} and all(where.startswith(str(back)) for _, where in found)
     with monkeypatch.context() as patch:

@@ -28,6 +28,7 @@ from eagle3.data.store_layout import LastRows
 from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import Problem, ProblemsError
 from eagle3.wiring.safetensors_header import read_header
+from tests.caches import used
 from tests.remote import file_system, forget_clients, local_s3, proxied, upload
 from tests.stores import random_contract, write_random_store
 
@@ -62,10 +63,6 @@ def cache_of(cache: CacheSection) -> Path:
 
 def kind_of(error: pytest.ExceptionInfo[ProblemsError]) -> str:
     return error.value.problems[0].kind
-
-
-def used(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def assert_same_batches(local: StoreReader, remote: StoreReader, epoch: int = 0, pause: float = 0) -> int:
