@@ -16,6 +16,7 @@ MODULES = (
     "store_build",
     "store_merge",
     "store_split",
+    "remote_files",
     "remote_folder",
     "remote_store",
     "remote_copy",
