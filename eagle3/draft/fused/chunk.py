@@ -50,8 +50,8 @@ class ChunkStep:
     def __init__(self, step: Step, chunk: Chunk) -> None:
         self.step, self.chunk, self.ops, self.weights = step, chunk, step.ops, step.weights
         self.offsets, self.counts = chunk.offsets, chunk.counts
-        self.chains = step.inputs.chains.index_select(0, chunk.ranks)
-        self.sources = self.chains.int()
+        self.sources = chunk.ends[: chunk.counts[0]]
+        self.chains = self.sources.long()
         config, like, rows = step.config, step.inputs.hidden, self.offsets[-1]
         hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
         wide = self.ops.wide(like.dtype)

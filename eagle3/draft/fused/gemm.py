@@ -7,7 +7,7 @@ import torch
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """a [M, K] times b [K, N], in their own type; `out` may be a part of a wider matrix."""
-    return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
+    return torch.mm(a, b, out=out)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,9 @@ class Step:
         self.keys_values = hidden.new_empty(len(hidden), self.pair_heads, config.head_dim)
         projected = product(self.first, qkv.hidden_pair.T)
         ops.rotate_in(projected, self.shared_pair, self.every, 0, self.turn, self.rope_heads, self.keys_values)
-        self.hidden_grad = torch.zeros_like(hidden)
         if gradients is None:
             return
+        self.hidden_grad = torch.zeros_like(hidden)
         dtype = ops.wide(hidden.dtype)
         self.shared_query_grad = torch.zeros_like(self.shared_query, dtype=dtype)
         self.shared_pair_grad = torch.zeros_like(self.shared_pair, dtype=dtype)
