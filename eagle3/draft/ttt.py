@@ -127,8 +127,7 @@ class TTTLoss(nn.Module):
             hits = vocab.to_target(logits.detach().argmax(-1)) == targets[rows.ahead]
             correct.append((hits & rows.active).sum())
         loss_sums = torch.stack(losses)
-        weights = self.ttt.decay ** torch.arange(self.ttt.steps, dtype=loss_sums.dtype, device=loss_sums.device)
-        loss = (loss_sums * weights / denominators.clamp(min=1)).sum()
+        loss = (loss_sums * self._scales(loss_sums, denominators)).sum()
         return TTTOutput(loss, loss_sums.detach(), torch.stack(correct), counts.active, counts.in_vocab)
 
     def _fused(
@@ -141,17 +140,21 @@ class TTTLoss(nn.Module):
         model, plan, vocab, targets = self.model, counts.plan, self.vocab, counts.target_argmax
         hidden = model.fuse(batch.aux_rows(plan.sources))
         embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1]).detach().to(hidden.dtype)
-        powers = torch.arange(self.ttt.steps, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        scales = self.ttt.decay ** powers.to(hidden.device) / denominators.clamp(min=1)
         terms = fused_terms(
             model, hidden, embedded, batch.position_ids.flatten()[plan.sources], plan.chains, chunks,
-            counts.teacher, vocab.to_draft(targets) >= 0, scales,
+            counts.teacher, vocab.to_draft(targets) >= 0, self._scales(hidden, denominators),
         )  # fmt: skip
         correct = torch.zeros_like(counts.active)
         for rows in terms.rows:
             hits = (vocab.to_target(rows.greedy) == targets.index_select(0, rows.chunk.teachers)) & rows.chunk.active
             correct += torch.stack([part.sum() for part in hits.split(rows.chunk.counts)])
         return TTTOutput(terms.loss, terms.loss_sums, correct, counts.active, counts.in_vocab)
+
+    def _scales(self, like: torch.Tensor, denominators: torch.Tensor) -> torch.Tensor:
+        """[K], what the sum of each step's terms is multiplied with; in at least float32."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        powers = torch.arange(self.ttt.steps, dtype=dtype, device=like.device)
+        return self.ttt.decay**powers / denominators.clamp(min=1)
 
     def _nothing(self, counts: TermCounts) -> TTTOutput:
         zero = torch.stack([value.sum() for value in self.model.parameters() if value.requires_grad]).sum() * 0
