@@ -206,11 +206,13 @@ def test_readers_that_wait_for_room_come_before_what_is_fetched_beforehand(
     cache = open_at(opened, tmp_path / "c", 2, threads=4)
     with cache.ahead([f"store/p{number}" for number in range(12)], source.piece), ThreadPoolExecutor(6) as pool:
 
-        def read(number: int) -> None:
-            with cache.held(source.piece(number)):
+        def read(number: int) -> bool:
+            with cache.held(source.piece(number)) as path:
                 time.sleep(0.002)
+                return path.read_bytes() == source.content(number)
 
-        list(pool.map(read, [11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0] * 3, timeout=60))
+        found = list(pool.map(read, [11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0] * 3, timeout=60))
+    assert found == [True] * 36
 
 
 def test_a_piece_that_cannot_fit_is_named_with_the_store(tmp_path: Path, opened: list[PieceCache]) -> None:
