@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "_int_mm": 0}
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "_int_mm": 0, "_scaled_mm": 0}
 """Products by name, and which argument is their left matrix."""
 _REPEATS = 8
 
@@ -32,7 +32,14 @@ class _Recorder(TorchDispatchMode):
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
             transposed = (left.stride(-1) != 1, right.stride(-1) != 1)
-            key = (left.dtype, result.dtype, tuple(left.shape), tuple(right.shape), *transposed, name != "mm")
+            key = (
+                left.dtype,
+                result.dtype,
+                tuple(left.shape),
+                tuple(right.shape),
+                *transposed,
+                name.startswith("addmm"),
+            )
             self.found[key] += 1
         return result
 
@@ -49,9 +56,12 @@ def _seconds(key: Key, device: torch.device) -> float:
     left, right = _operand(dtype, left_shape, left_turned, device), _operand(dtype, right_shape, right_turned, device)
     options = {} if out_dtype == dtype else {"out_dtype": out_dtype}
     out = torch.zeros(left_shape[0], right_shape[1], dtype=out_dtype, device=device)
+    scales = torch.ones(left_shape[0], 1, device=device), torch.ones(1, right_shape[1], device=device)
 
     def product() -> None:
-        if adds:
+        if dtype == torch.float8_e4m3fn:
+            torch._scaled_mm(left, right, *scales, out_dtype=out_dtype, use_fast_accum=True, out=out)
+        elif adds:
             out.addmm_(left, right)
         elif options:
             torch.mm(left, right, **options)
@@ -78,5 +88,7 @@ def _cpu_seconds(product: Callable[[], None]) -> float:
 
 
 def _operand(dtype: torch.dtype, shape: tuple[int, ...], turned: bool, device: torch.device) -> torch.Tensor:
-    made = torch.empty(shape[::-1] if turned else shape, dtype=dtype, device=device).normal_()
-    return made.T if turned else made
+    made = torch.empty(shape[::-1] if turned else shape, device=device).normal_()
+    if dtype == torch.float8_e4m3fn:
+        made *= 100  # where rows with a scale have their values
+    return (made.T if turned else made).to(dtype)

@@ -21,6 +21,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -32,6 +34,7 @@ from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftModel
+from eagle3.draft.planned import plan_batch
 from eagle3.draft.ttt import TTTLoss, count_terms
 from eagle3.draft.vocab import DraftVocab
 
@@ -52,6 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=7, help="TTT steps")
     parser.add_argument("--chunk", type=int, default=TTTSettings.chunk, help="chains at once; 0: the step by autograd")
+    parser.add_argument("--float8", action="store_true", help="multiply chains' rows in float8")
     parser.add_argument("--weights", choices=["bf16", "mixed"], default="bf16")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--peer", type=Path, help="adapter of another trainer, timed in the same run")
@@ -59,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(args.device)
-    ttt = TTTSettings(args.steps, 0.8, "served", args.chunk or None)
+    ttt = TTTSettings(args.steps, 0.8, "served", args.chunk or None, args.float8)
     module, head = make_module(args.shape, ttt, device, args.weights)
     peer = run_path(str(args.peer)) if args.peer else None
     state = peer["build"](vars(module.model.config)) if peer else None
@@ -70,7 +74,8 @@ def main() -> None:
             step = make_step(module, head, batch, ttt)
             result = measure(step, batch, args.repeats)
             result["matmul_share"] = round(matmul_seconds(step, device) / result["seconds"], 3)
-            print(json.dumps({**setting, "step": "eagle3", "weights": args.weights, **result}), flush=True)
+            setting |= {"weights": args.weights, "float8": args.float8}
+            print(json.dumps({**setting, "step": "eagle3", **result}), flush=True)
             if peer:
                 given = peer_batch(batch, head, module)
                 result = measure(lambda given=given: peer["step"](state, given), batch, args.repeats)
@@ -135,12 +140,18 @@ def make_mask(length: int, fraction: float) -> torch.Tensor:
 
 
 def make_step(module: TTTLoss, head: TargetHead, batch: DraftBatch, ttt: TTTSettings) -> Callable[[], None]:
+    """A step plans the next one's batch in the background, as loading does for training."""
     device = batch.input_ids.device
+    planner = ThreadPoolExecutor(1)
+    masks = batch.loss_mask.cpu(), batch.document_ids.cpu()
+    plans = [planner.submit(plan_batch, *masks, ttt)]
 
     def step() -> None:
         module.zero_grad()
+        planned = plans.pop().result()
+        plans.append(planner.submit(plan_batch, *masks, ttt))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            counts = count_terms(batch, head, module.vocab, ttt)
+            counts = count_terms(replace(batch, planned=planned), head, module.vocab, ttt)
             output = module(batch, counts, counts.in_vocab)
         output.loss.backward()
 

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
@@ -16,6 +17,8 @@ from eagle3.data.packing import pack_rows
 from eagle3.data.row_reader import Part, Reading, RowReader, wait_for
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.draft.batch import DraftBatch
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.planned import Planned, plan_batch
 
 Row = list[int]
 """Sample indices that share one row."""
@@ -186,6 +189,7 @@ def load_windows(
     max_length: int,
     rank: int = 0,
     threads: int | None = None,
+    ttt: TTTSettings | None = None,
 ) -> Generator[list[DraftBatch], None, None]:
     """This rank's micro-batches, a list for each window, in order; the next window is read in the background, by
     several threads straight into the batches' memory.
@@ -197,20 +201,31 @@ def load_windows(
         max_length: longest row, in tokens.
         rank: of this process.
         threads: that read, see `RowReader`.
+        ttt: plan the batches for it, in the background too.
     """
     groups = [[indices[i] for micro_batch in window for row in micro_batch[rank] for i in row] for window in windows]
-    with reader.ahead(groups) as done, RowReader(reader, threads) as states:
+    planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+    with reader.ahead(groups) as done, RowReader(reader, threads) as states, planner:
         ahead = None
         for window in windows:
             samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
-            ahead, current = _begin(reader, states, samples, max_length), ahead
+            batches, jobs = _begin(reader, states, samples, max_length)
+            plans = [planner.submit(plan_batch, batch.loss_mask, batch.document_ids, ttt) for batch in batches if ttt]
+            ahead, current = (batches, jobs, plans), ahead
             if current is not None:
-                wait_for(current[1])
+                finished = _finish(*current)
                 done(1)
-                yield current[0]
+                yield finished
         if ahead is not None:
-            wait_for(ahead[1])
-            yield ahead[0]
+            yield _finish(*ahead)
+
+
+def _finish(batches: list[DraftBatch], jobs: list[Reading], plans: list[Future[Planned]]) -> list[DraftBatch]:
+    """The batches, when they are read and planned."""
+    wait_for(jobs)
+    if not plans:
+        return batches
+    return [replace(batch, planned=plan.result()) for batch, plan in zip(batches, plans, strict=True)]
 
 
 def read_batches(reader: StoreReader, micro_batches: Sequence[Sequence[Row]], max_length: int) -> list[DraftBatch]:

@@ -5,11 +5,12 @@ Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden, R ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from eagle3.draft.planned import Planned
 from eagle3.draft.states import dequantize
 
 
@@ -27,6 +28,7 @@ class DraftBatch:
         position_ids: int64 [B, T], the tokens' positions in their documents.
         sample_ids: the samples inside, for messages.
         aux_scales, last_scales: float32 [B, T, A] and [L], where states are fp8 (see `eagle3.draft.states`).
+        planned: what to compute, where it was planned before the batch's turn; for these very loss mask and documents.
     """
 
     input_ids: torch.Tensor
@@ -38,6 +40,7 @@ class DraftBatch:
     sample_ids: list[str]
     aux_scales: torch.Tensor | None = None
     last_scales: torch.Tensor | None = None
+    planned: Planned | None = None
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
@@ -62,6 +65,10 @@ class DraftBatch:
         else:
             states = dequantize(_rows(self.last_hidden, rows), self.last_scales.index_select(0, rows))
         return states.masked_fill(~mask.index_select(0, places)[:, None], 0)
+
+    def without_aux(self) -> DraftBatch:
+        """The same batch with one value a token in place of its captured layers, for who reads the teacher only."""
+        return replace(self, aux=self.aux[..., :1], aux_scales=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DraftBatch:
         """The same batch on `device`."""

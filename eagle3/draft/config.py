@@ -240,12 +240,15 @@ class TTTSettings:
             also trains chains that start up to steps - 1 tokens before an answer.
         chunk: most chains that the fused step (`eagle3.draft.fused`) computes at once, which bounds its memory; None
             leaves the step to autograd, all chains at once.
+        float8: the fused step multiplies chains' rows with the layer's and the head's matrices, and makes those
+            matrices' gradients, in float8 with a scale for each row of both operands.
     """
 
     steps: int = 7
     decay: float = 0.8
     chain_rule: ChainRule = "served"
     chunk: int | None = 1792
+    float8: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -253,6 +256,11 @@ class TTTSettings:
             problems.append(_problem("ttt.steps", f"is {self.steps!r}, expected a whole number above 0", "correct it"))
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
             problems.append(_problem("ttt.chunk", f"is {self.chunk!r}, expected a whole number above 0", "correct it"))
+        if type(self.float8) is not bool:
+            problems.append(_problem("ttt.float8", f"is {self.float8!r}, expected true or false", "correct it"))
+        elif self.float8 and self.chunk is None:
+            message = "is true while ttt.chunk is null: the step by autograd multiplies in its own types only"
+            problems.append(_problem("ttt.float8", message, "give ttt.chunk, or leave float8 out"))
         if not _is_number(self.decay) or not 0 < self.decay <= 1:
             problems.append(_problem("ttt.decay", f"is {self.decay!r}, expected above 0 and at most 1", "correct it"))
         if self.chain_rule not in get_args(ChainRule):

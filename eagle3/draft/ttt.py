@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, H hidden, D draft vocab, V target vocab, K TTT steps, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,11 @@ from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import ChainPlan, plan_chains
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused.function import fused_terms
-from eagle3.draft.fused.layout import Chunk, make_chunks
+from eagle3.draft.fused.layout import Chunk
+from eagle3.draft.fused.weights import KeptWeights
 from eagle3.draft.loss import TargetHead, read_teacher, soft_cross_entropy
 from eagle3.draft.model import DraftModel
+from eagle3.draft.planned import plan_batch
 from eagle3.draft.rope import cos_sin
 from eagle3.draft.vocab import DraftVocab
 
@@ -67,12 +70,10 @@ class TTTOutput:
 
 
 def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
-    """Plans a batch and counts its terms; reads the target's head at the needed rows only."""
-    plan = plan_chains(batch.loss_mask, batch.document_ids, ttt.steps, ttt.chain_rule)
-    chunks = None
-    if ttt.chunk is not None and plan.document_sources:
-        chunks = make_chunks(plan.host or plan, ttt.chunk, batch.input_ids.device)
-    active = plan.active.to(batch.input_ids.device)
+    """Counts a batch's terms, and plans it if nobody did; reads the target's head at the needed rows only."""
+    planned = batch.planned or plan_batch(batch.loss_mask, batch.document_ids, ttt)
+    planned = planned.to(batch.input_ids.device)
+    plan, active = planned.plan, planned.active
     argmax, teacher = read_teacher(head, batch.last_rows(plan.teacher_places), vocab.ids)
     known = vocab.to_draft(argmax) >= 0
     return TermCounts(
@@ -81,7 +82,7 @@ def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTT
         target_argmax=argmax,
         teacher=teacher,
         plan=plan,
-        chunks=chunks,
+        chunks=planned.chunks,
     )
 
 
@@ -94,12 +95,20 @@ class TTTLoss(nn.Module):
         super().__init__()
         self.model = model
         self.ttt = ttt
+        self._kept = KeptWeights(ttt.float8)
         self.register_buffer("draft_ids", vocab.ids, persistent=False)
 
     @property
     def vocab(self) -> DraftVocab:
         """The draft vocab on the module's device."""
         return DraftVocab(self.draft_ids, self.model.config.vocab_size)
+
+    def keeping_weights(self) -> AbstractContextManager[None]:
+        """Within, weights do not change, so that what the step computes with is made of them once, at its first call.
+
+        Those are copies in the type to compute in, or in float8.
+        """
+        return self._kept.keeping()
 
     def forward(self, batch: DraftBatch, counts: TermCounts, denominators: torch.Tensor) -> TTTOutput:
         """Loss of one batch.
@@ -142,7 +151,7 @@ class TTTLoss(nn.Module):
         embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1]).detach().to(hidden.dtype)
         terms = fused_terms(
             model, hidden, embedded, batch.position_ids.flatten()[plan.sources], plan.chains, chunks,
-            counts.teacher, vocab.to_draft(targets) >= 0, self._scales(hidden, denominators),
+            counts.teacher, vocab.to_draft(targets) >= 0, self._scales(hidden, denominators), self._kept,
         )  # fmt: skip
         correct = torch.zeros_like(counts.active)
         for rows in terms.rows:

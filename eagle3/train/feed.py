@@ -12,6 +12,7 @@ import torch
 from eagle3.data.loader import BatchPlan, Window, load_windows, places_of
 from eagle3.data.store import StoreReader
 from eagle3.draft.batch import DraftBatch
+from eagle3.draft.config import TTTSettings
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -68,8 +69,8 @@ class Feed(Protocol):
         """All windows of an epoch, from 0."""
         ...
 
-    def load(self, windows: Sequence[Window], rank: int) -> Generator[list[DraftBatch], None, None]:
-        """This rank's micro-batches, a list for each window."""
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
+        """This rank's micro-batches, a list for each window, planned for `ttt`."""
         ...
 
     def tokens(self, window: Window) -> int:
@@ -127,8 +128,8 @@ class StoreFeed:
     def epoch(self, number: int) -> list[Window]:
         return self._plan.epoch(number)
 
-    def load(self, windows: Sequence[Window], rank: int) -> Generator[list[DraftBatch], None, None]:
-        return load_windows(self._reader, windows, self._indices, self._plan.max_length, rank)
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
+        return load_windows(self._reader, windows, self._indices, self._plan.max_length, rank, ttt=ttt)
 
     def tokens(self, window: Window) -> int:
         return sum(self._plan.lengths[place] for place in places_of(window))

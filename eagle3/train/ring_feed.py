@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 
 import torch
@@ -23,6 +23,8 @@ from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import ShardInfo
 from eagle3.draft.batch import DraftBatch
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.planned import plan_batch
 from eagle3.errors import Problem, problem_error
 from eagle3.files import size_text
 
@@ -117,7 +119,7 @@ class RingFeed:
     def epoch(self, number: int) -> list[Window]:
         return self._windows.epochs[number]
 
-    def load(self, windows: Sequence[Window], rank: int) -> Generator[list[DraftBatch], None, None]:
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
         """See `Feed.load`; the next window is read in the background. A rank waits for all shards of a window, not
         only for those of its own rows, so that none waits in the middle of a step."""
         stopped = Event()
@@ -126,7 +128,7 @@ class RingFeed:
             ahead: Future[list[DraftBatch]] | None = None
             try:
                 for window in windows:
-                    ahead, current = pool.submit(self._batches, window, rank, shards), ahead
+                    ahead, current = pool.submit(self._batches, window, rank, shards, ttt), ahead
                     if current is not None:
                         yield current.result()
                 if ahead is not None:
@@ -192,11 +194,12 @@ class RingFeed:
         )
         raise problem_error(str(self._reader.folder), "ring.released", message, fix)
 
-    def _batches(self, window: Window, rank: int, shards: _OpenShards) -> list[DraftBatch]:
+    def _batches(self, window: Window, rank: int, shards: _OpenShards, ttt: TTTSettings) -> list[DraftBatch]:
         numbers = self._windows.shards(window)
         store, first = shards.hold(numbers), self._windows.starts[numbers.start]
         rows = [[[place - first for place in row] for row in micro_batch[rank]] for micro_batch in window]
-        return read_batches(store, rows, self._windows.max_length)
+        batches = read_batches(store, rows, self._windows.max_length)
+        return [replace(batch, planned=plan_batch(batch.loss_mask, batch.document_ids, ttt)) for batch in batches]
 
 
 class _OpenShards:

@@ -65,7 +65,7 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
     """
     samples = _open_samples(config, processes)
     reader = samples.train.reader
-    ttt = TTTSettings(config.ttt.steps, config.ttt.decay, config.ttt.chain_rule, config.ttt.chunk)
+    ttt = TTTSettings(**config.ttt.model_dump())
     vocab, coverage = choose_vocab(config.draft, samples.train)
     target = reader.target_head()
     module = TTTLoss(make_model(config, reader, vocab, target), vocab, ttt)

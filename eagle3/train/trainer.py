@@ -38,6 +38,7 @@ from eagle3.train.checkpoint import (
 )
 from eagle3.train.engine import describe, make_accelerator
 from eagle3.train.evaluation import evaluate
+from eagle3.train.float8 import check_float8
 from eagle3.train.optim import learning_rate, make_optimizer, set_learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
@@ -57,6 +58,9 @@ def run_training(config: TrainConfig) -> TrainResult:
     raise_problems(check_tracking(config.tracking))
     accelerator = make_accelerator(config.mixed_precision)
     setup = make_setup(config, accelerator.num_processes)
+    if config.ttt.float8:
+        shape = setup.module.model.config
+        raise_problems(check_float8(shape, config.mixed_precision, accelerator.device), "cannot train in float8")
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
     accelerator.wait_for_everyone()
@@ -113,7 +117,7 @@ class Trainer:
         self.since_line.begin()
         with progress("train", tokens_left, "tokens") as advance:
             for windows in self._epochs_left():
-                with closing(self.feed.load(windows, self.accelerator.process_index)) as loaded:
+                with closing(self.feed.load(windows, self.accelerator.process_index, self.module.ttt)) as loaded:
                     for window in windows:
                         with self.since_line.waiting():
                             batches = next(loaded)
@@ -141,6 +145,7 @@ class Trainer:
         self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
         epoch = bisect_left(self.epoch_ends, step)
         if skipped:
+            self.optimizer.zero_grad()
             self._log("skip", epoch=epoch, samples=self.feed.ids(window))
             return "skipped"
         loss = totals.loss(self.config.ttt.decay)

@@ -54,7 +54,9 @@ class Totals:
 def accumulate_window(
     model: nn.Module, module: TTTLoss, batches: Sequence[DraftBatch], head: TargetHead, accelerator: Accelerator
 ) -> Totals:
-    """Adds up the gradients of a window; where it has no term on any rank, there is no backward pass.
+    """Adds up the gradients of a window, which are zero where it has no term on any rank.
+
+    Nothing waits for the GPU before the window's last batch is on its way there.
 
     Args:
         model: `module` as the accelerator prepared it.
@@ -62,14 +64,14 @@ def accumulate_window(
         batches: this rank's micro-batches, as many as on every other rank; they may be empty ones.
         head: the target's head, on the accelerator's device.
     """
+    device = accelerator.device
+    moved = [batch.to(device, non_blocking=True) if len(batches) == 1 else batch for batch in batches]
     with accelerator.autocast():
-        counts = [count_terms(batch.to(accelerator.device), head, module.vocab, module.ttt) for batch in batches]
+        counts = [count_terms(batch.without_aux().to(device), head, module.vocab, module.ttt) for batch in moved]
     local = torch.stack([torch.stack([count.in_vocab, count.active]) for count in counts]).sum(0)
     in_vocab, active = accelerator.reduce(local, reduction="sum")
-    if in_vocab.any():
-        loss_sums, correct = _run_window(model, batches, counts, in_vocab, accelerator)
-    else:
-        loss_sums = correct = torch.zeros_like(in_vocab)
+    with module.keeping_weights():
+        loss_sums, correct = _run_window(model, moved, counts, in_vocab, accelerator)
     return make_totals(loss_sums, in_vocab, correct, active)
 
 

@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused import function, plain
-from eagle3.draft.fused.layout import Chunk, make_chunks
+from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.loss import TargetHead, read_teacher
+from eagle3.draft.planned import plan_batch
 from eagle3.draft.ttt import TTTLoss, count_terms
 from tests.unit.draft import cases
 
@@ -52,8 +52,9 @@ def make_chunk(seed: int) -> tuple[Chunk, int]:
     generator = torch.Generator().manual_seed(seed)
     masks = [torch.rand(length, generator=generator) < 0.97 for length in lengths]
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    plan = plan_chains(torch.cat(masks)[None], documents[None], 4, "served")
-    return make_chunks(plan, 700, torch.device("cuda"))[1], len(plan.sources)
+    planned = plan_batch(torch.cat(masks)[None], documents[None], TTTSettings(4, chunk=700)).to(torch.device("cuda"))
+    assert planned.chunks is not None
+    return planned.chunks[1], len(planned.plan.sources)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -183,8 +184,39 @@ def compilations() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_post_compile_hook = None
 
 
+@pytest.mark.parametrize(("width", "rows"), [(7168, 300), (576, 33), (40960, 17), (100, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantizing(width: int, rows: int, dtype: torch.dtype, cuda: ModuleType) -> None:
+    sizes = torch.logspace(-9, 9, rows, device="cuda")[:, None]
+    x = (torch.randn(rows, width + 16, device="cuda") * sizes).to(dtype)[:, :width]
+    x[-1] = 0
+    for name in ("quantize_rows", "quantize_columns"):
+        found, expected = getattr(cuda, name)(x), getattr(plain, name)(x)
+        inner = expected.values.shape[1]
+        torch.testing.assert_close(found.scales, expected.scales, rtol=1e-6, atol=0)
+        differences = found.values[:, :inner].float() - expected.values.float()
+        assert (differences != 0).float().mean() < 1e-3, name  # 1 / scale may differ in its last bit
+        assert (differences.abs() <= 0.13 * expected.values.float().abs() + 2**-9).all(), name
+        assert found.values.shape[1] % 16 == 0 or name == "quantize_rows"
+        assert not found.values[:, inner:].float().any()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 64, 128), (333, 1024, 7168), (7168, 512, 1008)])
+def test_products_in_float8(shape: tuple[int, int, int], out_dtype: torch.dtype, cuda: ModuleType) -> None:
+    m, n, k = shape
+    a, b = cuda.quantize_rows(randn(m, k)), cuda.quantize_rows(randn(n, k, seed=1))
+    exact = plain.scaled_product(a, b, torch.float32)
+    assert_near(cuda.scaled_product(a, b, out_dtype), exact)
+    wide = poison(m, n + 64, dtype=out_dtype)
+    cuda.scaled_product(a, b, out_dtype, wide[:, :n])
+    assert_near(wide[:, :n], exact)
+    assert wide[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize(("float8", "bound"), [(False, 0.08), (True, 0.15)])
 def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch
+    float8: bool, bound: float, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cases, "HIDDEN", 128)
     config = cases.make_config(
@@ -194,7 +226,7 @@ def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(0.25 if value.ndim == 2 else 1)
-    settings, vocab, exact_head = TTTSettings(4, chunk=150), cases.make_vocab(), cases.make_head()
+    settings, vocab, exact_head = TTTSettings(4, chunk=150, float8=float8), cases.make_vocab(), cases.make_head()
     head = replace(
         exact_head, lm_head=exact_head.lm_head.bfloat16().cuda(), norm_weight=exact_head.norm_weight.float().cuda()
     )
@@ -216,11 +248,11 @@ def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
             first_batches = len(compilations)
         if seed % 10 == 0:
             wide = replace(batch, aux=batch.aux.double())
-            exact = TTTLoss(model, vocab, settings).cuda()
+            exact = TTTLoss(model, vocab, replace(settings, float8=False)).cuda()
             wide_counts = replace(counts, teacher=counts.teacher.double())
             slopes = cases.gradients(model, exact(wide, wide_counts, counts.in_vocab).loss)
             errors = [(found[name].double() - slopes[name]).norm() / slopes[name].norm() for name in slopes]
-            assert max(errors) < 0.08, dict(zip(slopes, errors, strict=True))
+            assert max(errors) < bound, dict(zip(slopes, errors, strict=True))
     assert 0 < first_batches == len(compilations), compilations[first_batches:]
 
 

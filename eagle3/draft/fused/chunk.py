@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle3.draft.fused.gemm import add_product, product
+from eagle3.draft.fused.gemm import product
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.weights import Gradients
 
 if TYPE_CHECKING:
     from eagle3.draft.fused.step import Step
 
-HEAD_ROWS = 2048
-"""Rows whose logits exist at once."""
+HEAD_ROWS = 12800
+"""Rows whose logits exist at once: 2 x D bytes each. All steps of a chunk of the default size, so that the head's
+gradient is one product."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,7 @@ class ChunkStep:
 
     def __init__(self, step: Step, chunk: Chunk) -> None:
         self.step, self.chunk, self.ops, self.weights = step, chunk, step.ops, step.weights
+        self.products = step.weights.products
         self.offsets, self.counts = chunk.offsets, chunk.counts
         self.sources = chunk.ends[: chunk.counts[0]]
         self.chains = self.sources.long()
@@ -91,7 +93,8 @@ class ChunkStep:
         return self.start if k == 0 else self.handed_on[self._rows(k - 1)][: self.counts[k]]
 
     def _forward(self, k: int) -> None:
-        ops, step, weights, eps = self.ops, self.step, self.weights, self.step.config.rms_norm_eps
+        ops, step, weights, products = self.ops, self.step, self.weights, self.products
+        eps = step.config.rms_norm_eps
         at, count, state = self._rows(k), self.counts[k], self._state(k)
         normed = self.normed[at]
         self.normed_factors[at] = ops.norm(state, weights.norms["hidden_norm"], eps, normed)[1]
@@ -99,7 +102,7 @@ class ChunkStep:
         if k == 0:
             query = product(normed, weights.qkv.hidden_query.T)
         else:
-            query, pair = product(normed, weights.qkv.hidden_all.T).split_with_sizes(
+            query, pair = products.forward(products.rows(normed), "hidden_all").split_with_sizes(
                 [weights.qkv.query_width, step.shared_pair.shape[1]], 1
             )
             own = self.own[k - 1, :count]
@@ -110,19 +113,20 @@ class ChunkStep:
             self.attended[at], self.log_sums[at],
         )  # fmt: skip
         middle, acts = self.middle[at], self.acts[at]
-        torch.addmm(state, self.attended[at].flatten(1), weights.matrices["o_proj"].T, out=middle)
+        products.forward(products.rows(self.attended[at].flatten(1)), "o_proj", middle, state)
         inner = self.middle_normed[at]
         self.middle_factors[at] = ops.norm(middle, weights.norms["post_attention_layernorm"], eps, inner)[1]
-        product(inner, weights.matrices["gate_proj"].T, self.gates[at])
-        product(inner, weights.matrices["up_proj"].T, self.ups[at])
+        rows = products.rows(inner)
+        products.forward(rows, "gate_proj", self.gates[at])
+        products.forward(rows, "up_proj", self.ups[at])
         ops.swiglu(self.gates[at], self.ups[at], acts)
-        torch.addmm(middle, acts, weights.matrices["down_proj"].T, out=self.outputs[at])
+        products.forward(products.rows(acts), "down_proj", self.outputs[at], middle)
         if step.config.norm_output:
             ops.norm(self.outputs[at], weights.norms["norm"], eps, self.handed_on[at])
 
     def _head(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
         """The rows, the gradient [N, H] of `norm`'s results, and that norm's factors [N]."""
-        chunk, inputs, lm_head = self.chunk, self.step.inputs, self.weights.matrices["lm_head"]
+        chunk, inputs, products = self.chunk, self.step.inputs, self.products
         total = self.offsets[-1]
         counted = chunk.active & inputs.known.index_select(0, chunk.teachers)
         scales = inputs.scales.index_select(0, chunk.steps) * counted
@@ -133,13 +137,13 @@ class ChunkStep:
             normed, factors[at] = self.ops.norm(
                 self.outputs[at], self.weights.norms["norm"], self.step.config.rms_norm_eps
             )
-            logits = product(normed, lm_head.T)
+            logits = products.forward(products.rows(normed), "lm_head")
             found = self.ops.cross_entropy(logits, inputs.teacher, chunk.teachers[at], scales[at])
             losses.append(found[0])
             greedy.append(found[1])
             if self.step.gradients is not None:
-                product(logits, lm_head, grad[at])
-                self.step.gradients.add("lm_head", logits, normed)
+                products.backward(products.rows(logits), "lm_head", grad[at])
+                self.step.gradients.add("lm_head", products.columns(logits), products.columns(normed))
         return Rows(chunk, torch.cat(losses) * counted, torch.cat(greedy)), grad, factors
 
     def _backward(self, gradients: Gradients, output_grad: torch.Tensor, factors: torch.Tensor) -> None:
@@ -149,10 +153,10 @@ class ChunkStep:
             output_grad: [N, H], the gradient of `norm`'s results; overwritten with that of the layer's outputs.
             factors: [N], of that norm.
         """
-        step, weights = self.step, self.weights
+        step, columns = self.step, self.products.columns
         self.output_grad, self.output_factors = output_grad, factors
         self.middle_grad, self.attended_grad = torch.empty_like(self.middle), torch.empty_like(self.attended)
-        self.qkv_grad = output_grad.new_empty(len(output_grad), len(weights.qkv.whole))
+        self.qkv_grad = output_grad.new_empty(len(output_grad), len(self.weights.qkv.whole))
         carry = None
         for k in reversed(range(len(self.counts))):
             if self.counts[k]:
@@ -160,14 +164,12 @@ class ChunkStep:
         step.ops.attend_grad_sources(
             self.queries, step.keys_values, self.attended_grad, self.log_sums, self.means, self.chunk, step.source_sums
         )
-        later, width = slice(self.counts[0], None), weights.qkv.query_width
-        gradients.add("hidden_query", self.qkv_grad[:, :width], self.normed)
-        if self.offsets[-1] > self.counts[0]:
-            gradients.add("hidden_pair", self.qkv_grad[later, width:], self.normed[later])
-        gradients.add("o_proj", self.middle_grad, self.attended.flatten(1))
-        gradients.add("gate_proj", self.gates, self.middle_normed)
-        gradients.add("up_proj", self.ups, self.middle_normed)
-        gradients.add("down_proj", self.output_grad, self.acts)
+        gradients.add("hidden_all", columns(self.qkv_grad), columns(self.normed))
+        gradients.add("o_proj", columns(self.middle_grad), columns(self.attended.flatten(1)))
+        inner = columns(self.middle_normed)
+        gradients.add("gate_proj", columns(self.gates), inner)
+        gradients.add("up_proj", columns(self.ups), inner)
+        gradients.add("down_proj", columns(self.output_grad), columns(self.acts))
 
     def _backward_step(self, k: int, gradients: Gradients, carry: torch.Tensor | None) -> torch.Tensor | None:
         """One step backward.
@@ -181,7 +183,7 @@ class ChunkStep:
             [R, H], the gradient of what the step started from; at step 0 it goes to the batch's instead.
         """
         ops, step, weights = self.ops, self.step, self.weights
-        at, norms, matrices = self._rows(k), weights.norms, weights.matrices
+        at, norms, products = self._rows(k), weights.norms, self.products
         grad = self.output_grad[at]
         if carry is not None and step.config.norm_output:
             grad[: len(carry)] += carry
@@ -189,16 +191,16 @@ class ChunkStep:
         ops.norm_grad(
             self.outputs[at], self.output_factors[at], norms["norm"], grad, gradients.norm_sums["norm"], carry, grad
         )
-        acts = product(grad, matrices["down_proj"])
+        acts = products.backward(products.rows(grad), "down_proj")
         ops.swiglu_grad(self.gates[at], self.ups[at], acts)
         del acts
-        inner = product(self.gates[at], matrices["gate_proj"])
-        add_product(inner, self.ups[at], matrices["up_proj"])
+        inner = products.backward(products.rows(self.gates[at]), "gate_proj")
+        products.backward(products.rows(self.ups[at]), "up_proj", inner, inner)
         middle = ops.norm_grad(
             self.middle[at], self.middle_factors[at], norms["post_attention_layernorm"], inner,
             gradients.norm_sums["post_attention_layernorm"], grad, self.middle_grad[at],
         )  # fmt: skip
-        product(middle, matrices["o_proj"], self.attended_grad[at].flatten(1))
+        products.backward(products.rows(middle), "o_proj", self.attended_grad[at].flatten(1))
         normed = self._attention_grad(k)
         if k == 0:
             step.first_grad.index_copy_(0, self.chains, normed)
@@ -221,7 +223,8 @@ class ChunkStep:
         heads, ranks = step.config.num_attention_heads, chunk.ranks[:count]
         ops.rotate_out(query, ranks, k, turn, heads, step.shared_query_grad, query_grad)
         if k == 0:
+            pair_grad.zero_()  # those of step 0 belong to the sources, see `Step`
             return product(query_grad, qkv.hidden_query)
         pair = ops.attend_grad_own(k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk)
         ops.rotate_out(pair, self.sources[:count], k, turn, step.rope_heads, step.shared_pair_grad, pair_grad)
-        return product(self.qkv_grad[at], qkv.hidden_all)
+        return self.products.backward(self.products.rows(self.qkv_grad[at]), "hidden_all")

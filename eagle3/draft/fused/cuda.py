@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from eagle3.draft.fused.quantized import Quantized
 from eagle3.draft.kernels.attention import attend, attend_grad_query
 from eagle3.draft.kernels.attention_grad import attend_grad_own, attend_grad_sources, source_sums
 from eagle3.draft.kernels.loss import cross_entropy
 from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums
 from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
+from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows
 from eagle3.draft.kernels.rope import rotate_in, rotate_out
 
 __all__ = [
@@ -20,9 +22,12 @@ __all__ = [
     "norm",
     "norm_grad",
     "norm_sums",
+    "quantize_columns",
+    "quantize_rows",
     "rotate_in",
     "rotate_out",
     "scale_all",
+    "scaled_product",
     "source_sums",
     "swiglu",
     "swiglu_grad",
@@ -33,3 +38,10 @@ __all__ = [
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that sums are kept in."""
     return torch.float32
+
+
+def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As `plain.scaled_product`; cuBLAS's and CUTLASS's products with a scale for each row of both."""
+    return torch._scaled_mm(
+        a.values, b.values.T, a.scales[:, None], b.scales[None], out_dtype=dtype, use_fast_accum=True, out=out
+    )

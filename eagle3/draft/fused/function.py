@@ -20,7 +20,7 @@ from eagle3.draft.fused import plain
 from eagle3.draft.fused.chunk import Rows
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.step import Inputs, Step
-from eagle3.draft.fused.weights import Gradients, Weights, parameters_of
+from eagle3.draft.fused.weights import Gradients, KeptWeights, Weights, parameters_of
 from eagle3.draft.model import DraftModel
 
 
@@ -49,6 +49,7 @@ def fused_terms(
     teacher: torch.Tensor,
     known: torch.Tensor,
     scales: torch.Tensor,
+    kept: KeptWeights,
 ) -> Terms:
     """The loss of one batch.
 
@@ -57,10 +58,11 @@ def fused_terms(
         hidden: [S, H], step 0's states, in the type to compute in.
         embedded: [S, H], of that type.
         positions, chains, chunks, teacher, known, scales: see `Inputs`.
+        kept: where the weights' copies are taken from.
     """
     inputs = Inputs(hidden.detach(), embedded, positions, chains, chunks, teacher, known, scales)
     rows: list[Rows] = []
-    loss, loss_sums = _Fused.apply(model.config, inputs, rows, hidden, *parameters_of(model))
+    loss, loss_sums = _Fused.apply(model.config, inputs, kept, rows, hidden, *parameters_of(model))
     return Terms(loss, loss_sums, rows)
 
 
@@ -76,12 +78,18 @@ def choose_ops(like: torch.Tensor) -> ModuleType:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, config: DraftConfig, inputs: Inputs, found: list[Rows], hidden: torch.Tensor, *values: torch.Tensor
+        ctx: Any,
+        config: DraftConfig,
+        inputs: Inputs,
+        kept: KeptWeights,
+        found: list[Rows],
+        hidden: torch.Tensor,
+        *values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, ops = inputs.hidden.dtype, choose_ops(inputs.hidden)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             parameters = list(values)
-            weights = Weights.of(config, parameters, dtype)
+            weights = kept.get(lambda: Weights.of(config, parameters, dtype, ops, kept.float8))
             gradients = Gradients(weights, parameters, ops.norm_sums) if any(ctx.needs_input_grad) else None
             step = Step(ops, config, weights, inputs, gradients)
             sums = torch.zeros(len(inputs.scales), dtype=ops.wide(dtype), device=hidden.device)
@@ -99,4 +107,4 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the fused step goes backward once"
         ctx.ops.scale_all(gradients, grad)
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)

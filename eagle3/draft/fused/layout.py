@@ -9,7 +9,7 @@ step 0, then those of step 1, ..).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -60,35 +60,18 @@ class Chunk:
         return offsets
 
 
-_TENSORS = [field.name for field in fields(Chunk) if field.name != "counts"]
-_ALIGNED = 4
-"""Numbers of 4 bytes that begin at 16 bytes: a kernel is compiled anew for pointers that do not."""
-
-
-def make_chunks(plan: ChainPlan, most: int, device: torch.device) -> list[Chunk]:
+def make_chunks(plan: ChainPlan, most: int) -> list[Chunk]:
     """Cuts a plan's chains into chunks of about equal size.
 
     Args:
         plan: on the CPU.
         most: chains in a chunk.
-        device: where the chunks' tensors go.
     """
     total = len(plan.chains)
     begins = _document_begins(plan)[plan.chains]
     pieces = -(-total // most)
     bounds = [total * piece // pieces for piece in range(pieces + 1)]
-    chunks = [_chunk(plan, begins, first, last) for first, last in pairwise(bounds)]
-    return chunks if device.type == "cpu" else _moved(chunks, device)
-
-
-def _moved(chunks: list[Chunk], device: torch.device) -> list[Chunk]:
-    """The chunks on a GPU, by one copy that nobody waits for."""
-    parts = [getattr(chunk, name) for chunk in chunks for name in _TENSORS]
-    padded = [torch.nn.functional.pad(part.int(), (0, -len(part) % _ALIGNED)) for part in parts]
-    everything = torch.cat(padded).pin_memory().to(device, non_blocking=True)
-    pieces = zip(parts, everything.split([len(part) for part in padded]), strict=True)
-    moved = iter([piece[: len(part)].to(part.dtype) for part, piece in pieces])
-    return [replace(chunk, **{name: next(moved) for name in _TENSORS}) for chunk in chunks]
+    return [_chunk(plan, begins, first, last) for first, last in pairwise(bounds)]
 
 
 def _document_begins(plan: ChainPlan) -> torch.Tensor:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from eagle3.draft.fused.layout import Chunk
+from eagle3.draft.fused.quantized import LARGEST, SMALLEST_PEAK, Quantized
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 
@@ -316,3 +317,22 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place by a scalar tensor."""
     if float(factor) != 1:
         torch._foreach_mul_(list(tensors), factor)
+
+
+def quantize_rows(x: torch.Tensor) -> Quantized:
+    """x [R, W] with a scale for each row."""
+    peaks = x.to(wide(x.dtype)).abs().amax(1)
+    scales = peaks.clamp(min=SMALLEST_PEAK) / LARGEST
+    return Quantized((x * (1 / scales)[:, None]).to(torch.float8_e4m3fn), scales)
+
+
+def quantize_columns(x: torch.Tensor) -> Quantized:
+    """x [R, W] turned, [W, R], with a scale for each column of x; on a GPU zeros may follow."""
+    return quantize_rows(x.T)
+
+
+def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, K] times b [N, K] turned, [M, N] in `dtype`."""
+    left, right = (part.values.to(part.scales.dtype) * part.scales[:, None] for part in (a, b))
+    found = (left @ right.T).to(dtype)
+    return found if out is None else out.copy_(found)

@@ -103,7 +103,7 @@ class Step:
         grad = torch.empty_like(self.shared_pair)
         total = self.source_sums.sum(0).to(grad.dtype)
         ops.rotate_out(total, self.every, 0, self.turn, self.rope_heads, self.shared_pair_grad, grad)
-        gradients.add("hidden_pair", grad, self.first)
+        gradients.add_pair(grad, self.first)
         add_product(self.first_grad, grad, weights.qkv.hidden_pair)
         sums = gradients.norm_sums["hidden_norm"]
         ops.norm_grad(

@@ -7,13 +7,17 @@ Shapes: H hidden, q the width of all queries, p that of all keys and values, I M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.fused.gemm import sum_up
+from eagle3.draft.fused.products import Float8Products, PlainProducts, Products
 from eagle3.draft.model import DraftModel
 
 MATRICES = ("o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -72,28 +76,67 @@ class Halves:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Matrices in the type to compute in; norms as they are.
+    """Matrices as the step multiplies with them; norms as they are.
 
     Attributes:
-        qkv: the projections.
-        matrices: by the names of `MATRICES`.
+        qkv: the projections, in the type to compute in.
+        products: with the matrices of `MATRICES`, and with qkv's hidden half as `hidden_all`.
         norms: by the names of `NORMS`.
     """
 
     qkv: Halves
-    matrices: dict[str, torch.Tensor]
+    products: Products
     norms: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, config: DraftConfig, parameters: list[torch.Tensor], dtype: torch.dtype) -> Weights:
-        """Of parameters in the order of `NAMES`."""
+    def of(
+        cls, config: DraftConfig, parameters: list[torch.Tensor], dtype: torch.dtype, ops: ModuleType, float8: bool
+    ) -> Weights:
+        """Of parameters in the order of `NAMES`.
+
+        Args:
+            dtype: to compute in.
+            ops: `plain` or `cuda`.
+            float8: multiply chains' rows in float8.
+        """
         named = dict(zip(NAMES, parameters, strict=True))
         whole = torch.cat([named[name].to(dtype) for name in _PROJECTIONS])
-        return cls(
-            Halves(whole, len(named["q_proj"]), config.hidden_size),
-            {name: named[name].to(dtype) for name in MATRICES},
-            {name: named[name] for name in NORMS},
-        )
+        qkv = Halves(whole, len(named["q_proj"]), config.hidden_size)
+        matrices = {name: named[name] if float8 else named[name].to(dtype) for name in MATRICES}
+        matrices["hidden_all"] = qkv.hidden_all
+        products = Float8Products(ops, matrices, dtype) if float8 else PlainProducts(matrices)
+        return cls(qkv, products, {name: named[name] for name in NORMS})
+
+
+class KeptWeights:
+    """The weights' copies, made for each batch, or once while `keeping`.
+
+    Args:
+        float8: see `Weights.of`.
+    """
+
+    def __init__(self, float8: bool) -> None:
+        self.float8 = float8
+        self._keeps = False
+        self._kept: Weights | None = None
+
+    def get(self, make: Callable[[], Weights]) -> Weights:
+        """What is kept, or what `make` makes."""
+        if not self._keeps:
+            return make()
+        if self._kept is None:
+            self._kept = make()
+        return self._kept
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within, the weights do not change."""
+        assert not self._keeps
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._kept = False, None
 
 
 class Gradients:
@@ -112,18 +155,24 @@ class Gradients:
         norm_sums: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
         self._named = dict(zip(NAMES, parameters, strict=True))
+        self._products = weights.products
         whole = torch.empty_like(weights.qkv.whole, dtype=self._named["q_proj"].dtype)
         self.qkv = Halves(whole, weights.qkv.query_width, weights.qkv.hidden)
         self._totals = {name: torch.empty_like(self._named[name]) for name in MATRICES}
-        self._totals |= {"hidden_query": self.qkv.hidden_query, "hidden_pair": self.qkv.hidden_pair}
+        self._totals["hidden_all"] = self.qkv.hidden_all
         self._begun: set[str] = set()
         example = weights.qkv.whole
         self.norm_sums = {name: norm_sums(len(self._named[name]), example) for name in NORMS}
 
-    def add(self, name: str, grad: torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds grad [N, out]^T times rows [N, in] to a matrix of `MATRICES`, `hidden_query` or `hidden_pair`."""
-        sum_up(self._totals[name], grad, rows, name in self._begun)
+    def add(self, name: str, grad: Any, rows: Any) -> None:
+        """Adds grad [N, out]^T times rows [N, in], both from `Products.columns`, to a matrix of `MATRICES` or
+        `hidden_all`."""
+        self._products.add_gradient(self._totals[name], grad, rows, name in self._begun)
         self._begun.add(name)
+
+    def add_pair(self, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds grad [S, p]^T times rows [S, H] to the part of `hidden_all` that keys and values have; after `add`."""
+        sum_up(self.qkv.hidden_pair, grad, rows, True)
 
     def add_embedded(
         self, weights: Weights, query: tuple[torch.Tensor, torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor]

@@ -107,7 +107,7 @@ def test_chunks_hold_every_chain_once_in_the_order_in_which_they_end() -> None:
     documents = random_documents(9, seed=4, longest=60)
     batch = make_batch([documents[:4], documents[4:]])
     plan = plan_chains(batch.loss_mask, batch.document_ids, 5, "served")
-    chunks = make_chunks(plan, 13, torch.device("cpu"))
+    chunks = make_chunks(plan, 13)
     ranks = torch.cat([chunk.ranks for chunk in chunks])
     assert ranks.sort().values.tolist() == list(range(len(plan.chains)))
     for chunk in chunks:
@@ -126,7 +126,7 @@ def test_readers_are_the_blocks_of_rows_that_attend_to_a_block_of_sources() -> N
     documents = [make_document([0] * 90 + [1] * 300, 1), make_document([1] * 200, 2)]
     batch = make_batch([documents])
     plan = plan_chains(batch.loss_mask, batch.document_ids, 3, "served")
-    for chunk in make_chunks(plan, 350, torch.device("cpu")):
+    for chunk in make_chunks(plan, 350):
         for block in range(-(-len(plan.sources) // KEY_BLOCK)):
             keys = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
             sees = (chunk.begins[:, None] <= keys) & (chunk.ends[:, None] >= keys)
