@@ -6,8 +6,9 @@
 Prints a JSON line per setting: median and spread of the step's seconds, tokens/s (all tokens of the packed row, as
 peers count) and peak memory, without optimizer. `matmul_share` is the share of the step that its matrix products take
 when each of their shapes is timed on its own in the same run: with everything else free it would be 1. Answers are
-spans of 100 to 400 tokens. Weights and gradients are bfloat16 (`--weights mixed`: float32 under autocast, as the
-trainer runs). On a CPU use `--shape tiny`.
+spans of 100 to 400 tokens; the target's greedy tokens are in the draft vocab, so that no row's gradient is zero.
+Weights and gradients are bfloat16 (`--weights mixed`: float32 under autocast, as the trainer runs). On a
+CPU use `--shape tiny`.
 
 A peer is a file with `build(config: dict) -> state`, given the drafter's shape, and `step(state, batch: dict) -> None`,
 which runs forward and backward of one row: `input_ids`, `loss_mask`, `document_ids`, `position_ids` [1, T], `aux`
@@ -106,6 +107,7 @@ def make_module(shape: str, ttt: TTTSettings, device: torch.device, weights: str
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else torch.nn.init.ones_(parameter)
         head_weight = torch.empty(vocab_size, hidden, dtype=torch.bfloat16).normal_(std=0.02)
+        head_weight[ids] *= 3  # so that the target's greedy tokens are in the draft vocab, and all terms count
         head = TargetHead(head_weight, torch.ones(hidden), 1e-5, "post_norm")
     model.embed_tokens.to(torch.bfloat16)
     return TTTLoss(model, DraftVocab(ids, vocab_size), ttt).to(device), head

@@ -122,13 +122,19 @@ class DraftModel(nn.Module):
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """Step 0's states [R, H] of aux hidden states [R, A * H]."""
+        return self.fc(self.fc_input(aux))
+
+    def fc_input(self, aux: torch.Tensor) -> torch.Tensor:
+        """What `fc` reads [R, A * H] of aux hidden states [R, A * H]."""
+        if self.input_norm is None and not self.fc_norm and torch.is_autocast_enabled(aux.device.type):
+            return aux.to(torch.get_autocast_dtype(aux.device.type))
         aux = aux.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm:
             slots = aux.chunk(self.config.num_aux, -1)
             aux = torch.cat([norm(slot) for norm, slot in zip(self.fc_norm, slots, strict=True)], -1)
-        return self.fc(aux)
+        return aux
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Draft logits [R, D] of the layer's output h' [R, H]."""

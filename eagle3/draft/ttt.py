@@ -21,6 +21,7 @@ from eagle3.draft.chains import ChainPlan, plan_chains
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused.function import fused_terms
 from eagle3.draft.fused.layout import Chunk
+from eagle3.draft.fused.linear import float8_gradient_linear
 from eagle3.draft.fused.weights import KeptWeights
 from eagle3.draft.loss import TargetHead, read_teacher, soft_cross_entropy
 from eagle3.draft.model import DraftModel
@@ -147,7 +148,7 @@ class TTTLoss(nn.Module):
         denominators: torch.Tensor,
     ) -> TTTOutput:
         model, plan, vocab, targets = self.model, counts.plan, self.vocab, counts.target_argmax
-        hidden = model.fuse(batch.aux_rows(plan.sources))
+        hidden = self._fuse(batch.aux_rows(plan.sources))
         embedded = model.embed_tokens(batch.input_ids.flatten()[plan.sources + 1]).detach().to(hidden.dtype)
         terms = fused_terms(
             model, hidden, embedded, batch.position_ids.flatten()[plan.sources], plan.chains, chunks,
@@ -158,6 +159,14 @@ class TTTLoss(nn.Module):
             hits = (vocab.to_target(rows.greedy) == targets.index_select(0, rows.chunk.teachers)) & rows.chunk.active
             correct += torch.stack([part.sum() for part in hits.split(rows.chunk.counts)])
         return TTTOutput(terms.loss, terms.loss_sums, correct, counts.active, counts.in_vocab)
+
+    def _fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """`DraftModel.fuse`, its gradients in float8 where that is wanted."""
+        if not self.ttt.float8:
+            return self.model.fuse(aux)
+        kind = aux.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.fc.weight.dtype
+        return float8_gradient_linear(self.model.fc_input(aux).to(dtype), self.model.fc.weight)
 
     def _scales(self, like: torch.Tensor, denominators: torch.Tensor) -> torch.Tensor:
         """[K], what the sum of each step's terms is multiplied with; in at least float32."""

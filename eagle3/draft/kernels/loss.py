@@ -31,9 +31,9 @@ def greedy_and_chosen(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Te
     chosen = torch.empty(count, len(ids), dtype=logits.dtype, device=logits.device)
     places = torch.full((width,), -1, dtype=torch.int32, device=logits.device)
     places[ids] = torch.arange(len(ids), dtype=torch.int32, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_BLOCK // 2, triton.next_power_of_2(width))
     if count:
-        _greedy_and_chosen[(count,)](logits, places, greedy, chosen, width, len(ids), block, num_warps=8)
+        _greedy_and_chosen[(count,)](logits, places, greedy, chosen, width, len(ids), block, num_warps=4)
     return greedy, chosen
 
 
@@ -45,17 +45,16 @@ def _greedy_and_chosen(
     logits += row * width
     chosen += row * chosen_width
     lane = tl.arange(0, block)
-    peak, best = -float("inf"), 0
+    peak = tl.full((block,), -float("inf"), tl.float32)
+    best = tl.zeros((block,), tl.int32)
     for first in range(0, width, block):
         inside = first + lane < width
         value = tl.load(logits + first + lane, mask=inside, other=-float("inf"))
         place = tl.load(places + first + lane, mask=inside, other=-1)
         tl.store(chosen + place, value, mask=place >= 0)
-        wide = value.to(tl.float32)
-        top = tl.max(wide, axis=0)
-        best = tl.where(top > peak, first + tl.argmax(wide, axis=0), best)
-        peak = tl.maximum(peak, top)
-    tl.store(greedy + row, best)
+        best = tl.where(value > peak, first + lane, best)
+        peak = tl.maximum(peak, value.to(tl.float32))
+    tl.store(greedy + row, tl.min(tl.where(peak == tl.max(peak, axis=0), best, width - 1), axis=0))
 
 
 @triton.jit

@@ -11,10 +11,11 @@ import triton.language as tl
 
 from eagle3.draft.fused.quantized import LARGEST, MULTIPLE, SMALLEST_PEAK, Quantized
 
-_BLOCK = 8192
-_TILE_ROWS, _TILE_COLUMNS = 128, 64
+_BLOCK = 16384
+_PEAK_ROWS, _PEAK_COLUMNS = 32, 256
+_TILE_ROWS, _TILE_COLUMNS = 128, 32
 _SPLITS = 8
-"""Parts of the rows in which a column's greatest value is sought."""
+"""Parts of the rows in which a column's greatest value is sought. All are the fastest of those tried on an H200."""
 
 
 def quantize_rows(x: torch.Tensor) -> Quantized:
@@ -25,7 +26,7 @@ def quantize_rows(x: torch.Tensor) -> Quantized:
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(width))
         _quantize_rows[(rows,)](
-            x, values, scales, x.stride(0), width, LARGEST, SMALLEST_PEAK, block, num_warps=8 if block > 2048 else 4
+            x, values, scales, x.stride(0), width, LARGEST, SMALLEST_PEAK, block, num_warps=max(4, block // 1024)
         )
     return Quantized(values, scales)
 
@@ -37,11 +38,10 @@ def quantize_columns(x: torch.Tensor) -> Quantized:
     values = torch.empty(width, padded, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(width, dtype=torch.float32, device=x.device)
     peaks = torch.empty(_SPLITS, width, dtype=torch.float32, device=x.device)
-    columns = triton.cdiv(width, _TILE_COLUMNS)
-    _column_peaks[(columns, _SPLITS)](
-        x, peaks, rows, x.stride(0), width, _SPLITS, _TILE_ROWS, _TILE_COLUMNS, num_warps=4
+    _column_peaks[(triton.cdiv(width, _PEAK_COLUMNS), _SPLITS)](
+        x, peaks, rows, x.stride(0), width, _SPLITS, _PEAK_ROWS, _PEAK_COLUMNS, num_warps=4
     )
-    _quantize_columns[(triton.cdiv(padded, _TILE_ROWS), columns)](
+    _quantize_columns[(triton.cdiv(padded, _TILE_ROWS), triton.cdiv(width, _TILE_COLUMNS))](
         x, peaks, values, scales, rows, padded, x.stride(0), width, LARGEST, SMALLEST_PEAK, _SPLITS, _TILE_ROWS,
         _TILE_COLUMNS, num_warps=4,
     )  # fmt: skip
