@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INFINITE = 0x7F800000
-"""Bits of float32 infinity; greater magnitudes are NaN."""
-LOWEST_NORMAL = 2.0**-6
+_INFINITE = 0x7F800000  # bits of float32 infinity; greater magnitudes are NaN
 _LARGEST_BFLOAT16 = 0x7F7F
 _NAN = 0x7F
-_KEPT_BELOW = 0xFFFFF  # float32 mantissa bits that e4m3 has not
+_BIAS = 2.0**120
+"""Between the exponent biases of float32 and e4m3. Divided by it, a number's float32 bits are its e4m3 code and 20 bits
+more, and what is subnormal in one type is so in the other."""
 
 
 def make_keys(step: int, number: int) -> tuple[int, int]:
@@ -42,8 +42,9 @@ def make_keys(step: int, number: int) -> tuple[int, int]:
 def random_bits(begin: int, count: int, keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Random 16-bit numbers of elements `begin` to `begin + count`, for the first and the second moment.
 
-    A 32-bit hash of the element's number: two rounds of xor-shift and multiplication with the second key between them.
-    Elements beyond 2^32 take another second key.
+    A 32-bit hash of the element's number: three rounds of xor-shift and multiplication with the constants of `triple32`
+    (github.com/skeeto/hash-prospector), the second key after the first of them. Elements beyond 2^32 have another
+    second key. Two rounds were not enough: neighbours, and elements 2^32 apart, were not independent.
 
     Returns:
         int32 [count] each, 0 to 65535.
@@ -52,12 +53,14 @@ def random_bits(begin: int, count: int, keys: tuple[int, int]) -> tuple[Tensor, 
     high = (index >> np.uint64(32)).astype(np.uint32)
     first, second = (np.uint32(key & 0xFFFFFFFF) for key in keys)
     bits = index.astype(np.uint32) + first
-    bits ^= bits >> np.uint32(16)
-    bits *= np.uint32(0x7FEB352D)
-    bits ^= bits >> np.uint32(15)
+    bits ^= bits >> np.uint32(17)
+    bits *= np.uint32(0xED5AD4BB)
+    bits ^= bits >> np.uint32(11)
     bits += second + high * np.uint32(0x9E3779B1)
-    bits *= np.uint32(0x846CA68B)
-    bits ^= bits >> np.uint32(16)
+    bits *= np.uint32(0xAC4C1B51)
+    bits ^= bits >> np.uint32(15)
+    bits *= np.uint32(0x31848BAB)
+    bits ^= bits >> np.uint32(14)
     low, top = bits & np.uint32(0xFFFF), bits >> np.uint32(16)
     return torch.from_numpy(low.astype(np.int32)), torch.from_numpy(top.astype(np.int32))
 
@@ -67,23 +70,22 @@ def to_bfloat16(value: Tensor, random: Tensor) -> Tensor:
     bits = value.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     rounded = ((magnitude + random) >> 16).clamp(max=_LARGEST_BFLOAT16)
-    special = (magnitude >> 16) | ((magnitude > INFINITE) << 6)
-    rounded = torch.where(magnitude < INFINITE, rounded, special) | ((bits >> 16) & 0x8000)
+    special = (magnitude >> 16) | ((magnitude > _INFINITE) << 6)
+    rounded = torch.where(magnitude < _INFINITE, rounded, special) | ((bits >> 16) & 0x8000)
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
 def to_float8(value: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds float32 [B, 256]; the first moment.
+    """Rounds float32 [B, 256]; the first moment. Beyond 3.1e38 it may become infinite.
 
     Returns:
         (float8_e4m3fn [B, 256], float32 scales [B]).
     """
     bits = value.view(torch.int32)
     scale, inverse, finite = _scales(bits & 0x7FFFFFFF)
-    shifted, small = _shifted(value.abs() * inverse)
-    code = _code(shifted.view(torch.int32) + (random << 4) + 8, small)
-    code = torch.where(finite, code, _NAN) | ((bits >> 24) & 0x80)
-    return _as_float8(code), scale
+    scaled = (value.abs() * inverse / _BIAS).view(torch.int32)
+    code = (scaled + (random << 4) + 8) >> 20
+    return _as_float8(torch.where(finite, code, _NAN) | ((bits >> 24) & 0x80)), scale
 
 
 def root_to_float8(square: Tensor, root: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,14 +95,11 @@ def root_to_float8(square: Tensor, root: Tensor, random: Tensor) -> tuple[Tensor
         (float8_e4m3fn [B, 256], float32 scales [B]).
     """
     scale, inverse, finite = _scales(root.view(torch.int32))
-    shifted, small = _shifted(root * inverse)
-    offset = small * LOWEST_NORMAL
-    below = shifted.view(torch.int32) & ~_KEPT_BELOW
-    low = below.view(torch.float32) - offset
-    high = (below + (_KEPT_BELOW + 1)).view(torch.float32) - offset
+    code = (root * inverse / _BIAS).view(torch.int32) >> 20
+    low, high = ((level << 20).view(torch.float32) * _BIAS for level in (code, code + 1))
     chance = (random.float() + 0.5) * 2.0**-16
     up = chance * (high * high - low * low) < square * inverse * inverse - low * low
-    code = _code(below, small) + up
+    code = code + up
     code = torch.where(square > 0, code.clamp(min=1), code)
     return _as_float8(torch.where(finite, code, _NAN)), scale
 
@@ -112,26 +111,11 @@ def from_float8(value: Tensor, scale: Tensor) -> Tensor:
 
 def _scales(magnitude: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scales [B], their inverses [B, 1], which elements are finite) of float32 bits without sign."""
-    finite = magnitude < INFINITE
+    finite = magnitude < _INFINITE
     largest = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
     exponent = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=1)  # 448 is 1.75 * 2^8
     scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
     return scale[:, 0], inverse, finite
-
-
-def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves what lies below the lowest normal number up by it, where float32 has the subnormal levels' spacing.
-
-    Returns:
-        (values whose upper twelve bits are a level, which of them were moved).
-    """
-    small = scaled < LOWEST_NORMAL
-    return torch.where(small, scaled + LOWEST_NORMAL, scaled), small
-
-
-def _code(bits: Tensor, small: Tensor) -> Tensor:
-    """Number of the level, 0 to 126, that `_shifted` values' bits are cut to."""
-    return (bits >> 20) - torch.where(small, 968, 960)
 
 
 def _as_float8(code: Tensor) -> Tensor:

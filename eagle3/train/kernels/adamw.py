@@ -19,9 +19,9 @@ from eagle3.train.moments import BLOCK
 if TYPE_CHECKING:
     from eagle3.train.rounded_adamw import Coefficients
 
-ROWS = 8
+ROWS = 4
 """Blocks of a program; a parameter of whole programs is read without a mask, which lets loads be wide."""
-_WARPS = 8
+_WARPS = 4
 
 
 def fused_step(
@@ -96,12 +96,14 @@ def _step(
 def _random_bits(begin, lane, key, salt):
     """As `random_bits`; a program's elements never straddle a multiple of 2^32."""
     bits = (begin & 0xFFFFFFFF).to(tl.uint32) + lane.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
-    bits ^= bits >> 16
-    bits *= 0x7FEB352D
-    bits ^= bits >> 15
+    bits ^= bits >> 17
+    bits *= 0xED5AD4BB
+    bits ^= bits >> 11
     bits += salt.to(tl.uint32, bitcast=True) + (begin >> 32).to(tl.uint32) * 0x9E3779B1
-    bits *= 0x846CA68B
-    bits ^= bits >> 16
+    bits *= 0xAC4C1B51
+    bits ^= bits >> 15
+    bits *= 0x31848BAB
+    bits ^= bits >> 14
     return bits
 
 
@@ -117,12 +119,8 @@ def _to_bfloat16(value, random):
 @triton.jit
 def _float8_value(code):
     """float32 of float8_e4m3fn codes 0 to 255."""
-    number = code & 0x7F
-    small = number < 8
-    value = ((number + tl.where(small, 968, 960)) << 20).to(tl.float32, bitcast=True)
-    value = tl.where(small, value - 0.015625, value)
-    value = tl.where(number == 0x7F, float("nan"), value)
-    return tl.where(code >= 0x80, -value, value)
+    value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.3292279957849159e36
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
@@ -139,24 +137,19 @@ def _scales(magnitude):
 def _to_float8(value, random):
     bits = value.to(tl.int32, bitcast=True)
     scale, inverse, finite = _scales(bits & 0x7FFFFFFF)
-    scaled = tl.abs(value) * inverse
-    small = scaled < 0.015625
-    shifted = tl.where(small, scaled + 0.015625, scaled).to(tl.int32, bitcast=True)
-    code = ((shifted + (random << 4) + 8) >> 20) - tl.where(small, 968, 960)
+    scaled = (tl.abs(value) * inverse * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+    code = (scaled + (random << 4) + 8) >> 20
     return tl.where(finite, code, 0x7F) | ((bits >> 24) & 0x80), scale
 
 
 @triton.jit
 def _root_to_float8(square, root, random):
     scale, inverse, finite = _scales(root.to(tl.int32, bitcast=True))
-    scaled = root * inverse
-    small = scaled < 0.015625
-    offset = tl.where(small, 0.015625, 0.0)
-    below = tl.where(small, scaled + 0.015625, scaled).to(tl.int32, bitcast=True) & ~0xFFFFF
-    low = below.to(tl.float32, bitcast=True) - offset
-    high = (below + 0x100000).to(tl.float32, bitcast=True) - offset
+    code = (root * inverse * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    low = (code << 20).to(tl.float32, bitcast=True) * 1.3292279957849159e36
+    high = ((code + 1) << 20).to(tl.float32, bitcast=True) * 1.3292279957849159e36
     chance = (random.to(tl.float32) + 0.5) * 0.0000152587890625
     up = chance * (high * high - low * low) < square * inverse * inverse - low * low
-    code = (below >> 20) - tl.where(small, 968, 960) + up.to(tl.int32)
+    code += up.to(tl.int32)
     code = tl.where(square > 0, tl.maximum(code, 1), code)
     return tl.where(finite, code, 0x7F), scale

@@ -1,0 +1,340 @@
+"""AdamW with moments in bfloat16 or float8 against AdamW in float64, and its state."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from eagle3.config import Moments, OptimSection
+from eagle3.errors import ProblemsError
+from eagle3.train.checkpoint import TrainState, load_checkpoint, load_optimizer_tensors, optimizer_tensors
+from eagle3.train.checkpoint import save_checkpoint as save
+from eagle3.train.moments import BLOCK, SMALL, moment_bytes, moment_layout
+from eagle3.train.optim import make_optimizer, set_learning_rate
+from eagle3.train.rounded_adamw import RoundedAdamW
+
+NARROW: list[Moments] = ["bfloat16", "float8"]
+ALL: list[Moments] = ["float32", *NARROW]
+BETAS = (0.9, 0.95)
+RATE, EPS, DECAY = 1e-3, 1e-8, 0.1
+SHAPES = {"whole blocks": (64, 64), "a tail": (67, 71), "small": (13, 5), "a vector": (5001,)}
+
+
+class Exact:
+    """AdamW of one parameter in float64."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.double().clone()
+        self.first, self.second, self.steps = torch.zeros_like(self.weight), torch.zeros_like(self.weight), 0
+
+    def step(self, gradient: Tensor, rate: float = RATE, decay: float = DECAY) -> None:
+        self.steps += 1
+        self.weight -= rate * decay * self.weight
+        self.first += (1 - BETAS[0]) * (gradient - self.first)
+        self.second += (1 - BETAS[1]) * (gradient.double().square() - self.second)
+        first, second = self.first / (1 - BETAS[0] ** self.steps), self.second / (1 - BETAS[1] ** self.steps)
+        self.weight -= rate * first / (second.sqrt() + EPS)
+
+
+def rounded(parameters: list[nn.Parameter], moments: Moments, decay: float = DECAY) -> RoundedAdamW:
+    assert moments != "float32"
+    return RoundedAdamW(parameters, RATE, BETAS, EPS, decay, moments)
+
+
+def step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient
+    optimizer.step()
+
+
+def stored(optimizer: RoundedAdamW, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Both moments in float64."""
+    state = optimizer.state[parameter]
+    if "exp_avg_sq" in state:
+        return state["exp_avg"].double(), state["exp_avg_sq"].double()
+    values = []
+    for name in ("exp_avg", "exp_avg_sq_root"):
+        scales = state[f"{name}_scale"].double().repeat_interleave(BLOCK)[: parameter.numel()]
+        values.append(state[name].double() * scales.view(parameter.shape))
+    return values[0], values[1].square()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(*(value.view(-1).view(torch.uint8) for value in (one, other)))
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_a_parameter_with_float32_moments_takes_the_steps_of_float64(moments: Moments) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(40, 100, generator=generator))
+    optimizer, exact = rounded([parameter], moments), Exact(parameter.data)
+    assert parameter.numel() < SMALL
+    for _ in range(50):
+        gradient = torch.randn(40, 100, generator=generator)
+        step(optimizer, parameter, gradient)
+        exact.step(gradient)
+    rounding = 50 * 2**-24 * float(exact.weight.abs().max())  # half a last bit at each step
+    assert float((parameter.detach() - exact.weight).abs().max()) < rounding
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("moments", NARROW)
+def test_the_first_step_is_that_of_float64_and_its_moments_are_right_in_the_mean(moments: Moments, shape: str) -> None:
+    """The step is taken with the new moments before they are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(SHAPES[shape], generator=generator))
+    optimizer, exact = rounded([parameter], moments), Exact(parameter.data)
+    gradient = torch.randn(SHAPES[shape], generator=generator)
+    step(optimizer, parameter, gradient)
+    exact.step(gradient)
+    assert float((parameter.detach() - exact.weight).abs().max()) < 1e-6
+    first, second = stored(optimizer, parameter)
+    spacing = 1e-6 if parameter.numel() < SMALL else 2**-7 if moments == "bfloat16" else 2**-3
+    noise = spacing * 5 / parameter.numel() ** 0.5
+    assert float(((first - exact.first) / exact.first.abs().mean()).mean().abs()) < noise
+    assert float(((second - exact.second) / exact.second.mean()).mean().abs()) < 2 * noise
+    assert float((first - exact.first).abs().max()) <= spacing * float(first.abs().max())
+
+
+@pytest.mark.parametrize(("moments", "spread"), [("bfloat16", 0.05), ("float8", 0.6)])
+def test_moments_stay_right_in_the_mean_and_fade_when_gradients_stop(moments: Moments, spread: float) -> None:
+    """Rounded to nearest, the second moment would never fall below the value from which 5% less rounds up again."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(1 << 16))
+    optimizer, exact = rounded([parameter], moments, decay=0.0), Exact(parameter.data)
+    sizes = 10.0 ** torch.empty(1 << 16).uniform_(-3, 0, generator=generator)
+    for number in range(1, 101):
+        gradient = torch.randn(1 << 16, generator=generator) * sizes * (number <= 60)
+        step(optimizer, parameter, gradient)
+        exact.step(gradient, decay=0.0)
+        if number in (30, 60, 80, 100):
+            first, second = stored(optimizer, parameter)
+            ratio = second / exact.second
+            assert abs(float(ratio.mean()) - 1) < 0.03, number
+            assert number > 60 or float(ratio.std()) < spread
+            slope = float((first * exact.first).sum() / exact.first.square().sum())
+            assert abs(slope - 1) < 0.03, number
+
+
+@pytest.mark.parametrize(("moments", "bound"), [("bfloat16", 0.005), ("float8", 0.03)])
+def test_a_small_problem_converges_as_with_float32_moments(moments: Moments, bound: float) -> None:
+    """Least squares from noisy batches; `bound` is on the relative difference of the loss that is left."""
+
+    def trained(kind: Moments) -> float:
+        generator = torch.Generator().manual_seed(0)
+        truth = torch.randn(96, 64, generator=generator)
+        model = nn.Linear(96, 64, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = make_optimizer(model, OptimSection(learning_rate=1.0, moments=kind), fused=False)
+        for number in range(600):
+            set_learning_rate(optimizer, 2e-2 * (1 - number / 600))
+            inputs = torch.randn(32, 96, generator=generator)
+            wanted = inputs @ truth + torch.randn(32, 64, generator=generator)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), wanted).backward()
+            optimizer.step()
+        return float((model.weight.detach().T - truth).square().sum(0).mean()) + 1.0  # expected loss; the noise is 1
+
+    reference = trained("float32")
+    assert reference < 1.5
+    assert abs(trained(moments) / reference - 1) < bound
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1.0, 1e12, 1e20])
+@pytest.mark.parametrize("moments", NARROW)
+def test_tiny_and_huge_gradients_leave_everything_finite(moments: Moments, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(4100))
+    optimizer = rounded([parameter], moments)
+    for number in range(1, 21):
+        before = parameter.detach().clone()
+        gradient = torch.randn(4100, generator=generator) * size
+        gradient[:300] = 0
+        step(optimizer, parameter, gradient)
+        assert parameter.isfinite().all()
+        assert float((parameter - before).abs().max()) < 10 * RATE, number
+        assert (parameter[:300] == 0).all()
+    for moment in stored(optimizer, parameter):
+        assert moment.isfinite().all() and (moment[:256] == 0).all()
+    assert all(value.float().isfinite().all() for value in optimizer.state[parameter].values())
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_zero_gradients_change_nothing_but_by_weight_decay(moments: Moments) -> None:
+    parameter = nn.Parameter(torch.ones(64, 65))
+    optimizer = rounded([parameter], moments)
+    for _ in range(3):
+        step(optimizer, parameter, torch.zeros(64, 65))
+    assert torch.allclose(parameter, torch.full((64, 65), (1 - RATE * DECAY) ** 3))
+    assert all((moment == 0).all() for moment in stored(optimizer, parameter))
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_elements_far_below_their_blocks_largest_take_no_giant_steps(moments: Moments) -> None:
+    """A second moment rounded to zero under a first moment that was not would divide by epsilon alone."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(4096))
+    optimizer = rounded([parameter], moments, decay=0.0)
+    sizes = 10.0 ** torch.empty(4096).uniform_(-12, 2, generator=generator)
+    for number in range(200):
+        before = parameter.detach().clone()
+        gradient = torch.randn(4096, generator=generator) * sizes * (number % 7 < 3)
+        step(optimizer, parameter, gradient)
+        assert float((parameter - before).abs().max()) < 5 * RATE, number
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_two_optimizers_take_the_same_steps_bit_for_bit(moments: Moments) -> None:
+    def trained() -> list[Tensor]:
+        torch.manual_seed(torch.seed() % 2**32)  # global random state has no say
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.ones(70, 70)) for _ in range(2)]
+        optimizer = rounded(parameters, moments)
+        for _ in range(5):
+            gradient = torch.randn(70, 70, generator=generator)
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        states = [value for parameter in parameters for value in optimizer.state[parameter].values()]
+        return [*(parameter.data for parameter in parameters), *states]
+
+    one, other = trained(), trained()
+    assert all(same_bits(*pair) for pair in zip(one, other, strict=True))
+    assert not torch.equal(one[0], one[1])  # parameters have random bits of their own
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_a_parameter_of_several_pieces_takes_the_steps_of_one(
+    moments: Moments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        parameter = nn.Parameter(torch.ones(5000))
+        optimizer = rounded([parameter], moments)
+        for _ in range(3):
+            step(optimizer, parameter, torch.randn(5000, generator=generator))
+        return [parameter.data, *optimizer.state[parameter].values()]
+
+    one = trained()
+    monkeypatch.setattr("eagle3.train.rounded_adamw._PIECE", 4 * BLOCK)
+    assert all(same_bits(*pair) for pair in zip(one, trained(), strict=True))
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_a_gradient_that_is_not_finite_spoils_its_own_element_only(moments: Moments) -> None:
+    parameter = nn.Parameter(torch.ones(4096))
+    optimizer = rounded([parameter], moments)
+    gradient = torch.ones(4096)
+    gradient[5] = torch.nan
+    for _ in range(2):
+        step(optimizer, parameter, gradient)
+    assert parameter.isnan().nonzero().tolist() == [[5]]
+    assert all(moment.isnan().nonzero().tolist() == [[5]] for moment in stored(optimizer, parameter))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"fc": nn.Linear(70, 71), "norm": nn.RMSNorm(70), "frozen": nn.Embedding(70, 70)})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    model["frozen"].weight.requires_grad_(False)
+    for number in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(9, 70, generator=torch.Generator().manual_seed(number))
+        model["fc"](model["norm"](inputs)).square().mean().backward()
+        optimizer.step()
+
+
+def fresh(moments: Moments, prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer) -> tuple:
+    model = make_model()
+    model["frozen"].weight.requires_grad_(False)
+    return model, prepare(make_optimizer(model, OptimSection(moments=moments, weight_decay=0.1), fused=False))
+
+
+@pytest.mark.parametrize("moments", ALL)
+def test_through_files_any_number_of_resumes_continue_bit_for_bit_in_the_stored_types(
+    moments: Moments, tmp_path: Path
+) -> None:
+    prepare = Accelerator(cpu=True).prepare_optimizer
+    whole, optimizer = fresh(moments)
+    train(whole, optimizer, range(8))
+    model, resumed = fresh(moments, prepare)
+    for number in range(4):
+        train(model, resumed, range(2 * number, 2 * number + 2))
+        state = TrainState(number, 0, 1, "sha256:0")
+        folder = save(tmp_path, model.state_dict(), optimizer_tensors(resumed, model), state)
+        checkpoint = load_checkpoint(folder)
+        model, resumed = fresh(moments, prepare)
+        model.load_state_dict(checkpoint.weights)
+        load_optimizer_tensors(resumed, model, checkpoint.optimizer, moments)
+    mine, theirs = optimizer_tensors(resumed, model), optimizer_tensors(optimizer, whole)
+    assert mine.keys() == theirs.keys()
+    assert all(same_bits(mine[name], theirs[name]) for name in theirs)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), whole.parameters(), strict=True))
+    assert mine["fc.weight.exp_avg"].dtype == moment_layout(whole["fc"].weight.shape, moments)["exp_avg"][1]
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_loaded_moments_are_a_copy(moments: Moments) -> None:
+    model, optimizer = fresh(moments)
+    train(model, optimizer, range(2))
+    tensors = {name: value.clone() for name, value in optimizer_tensors(optimizer, model).items()}
+    kept = copy.deepcopy(tensors)
+    other, resumed = fresh(moments)
+    load_optimizer_tensors(resumed, other, tensors, moments)
+    train(other, resumed, range(2, 4))
+    assert all(same_bits(tensors[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("there", ALL)
+@pytest.mark.parametrize("now", ALL)
+def test_moments_of_another_type_are_refused_with_what_was_found_and_expected(there: Moments, now: Moments) -> None:
+    model, optimizer = fresh(there)
+    train(model, optimizer, range(1))
+    tensors = optimizer_tensors(optimizer, model)
+    other, resumed = fresh(now)
+    if there == now:
+        load_optimizer_tensors(resumed, other, tensors, now)
+        return
+    type_there, type_now = (moment_layout(torch.Size([71, 70]), kind)["exp_avg"][1] for kind in (there, now))
+    shown = [str(kind).removeprefix("torch.") for kind in (type_there, type_now)]
+    expected = rf"fc\.weight\.exp_avg is {shown[0]} \[71, 70\], expected {shown[1]} \[71, 70\]"
+    with pytest.raises(ProblemsError, match=rf"(?s)checkpoint\.moments.*not {now} moments.*{expected}"):
+        load_optimizer_tensors(resumed, other, tensors, now)
+
+
+def test_scales_of_another_length_are_refused() -> None:
+    model, optimizer = fresh("float8")
+    train(model, optimizer, range(1))
+    tensors = optimizer_tensors(optimizer, model)
+    tensors["fc.weight.exp_avg_scale"] = tensors["fc.weight.exp_avg_scale"][:-1]
+    with pytest.raises(ProblemsError, match=r"exp_avg_scale is float32 \[19\], expected float32 \[20\]"):
+        load_optimizer_tensors(optimizer, model, tensors, "float8")
+
+
+@pytest.mark.parametrize("moments", ALL)
+def test_the_bytes_are_those_of_the_moments(moments: Moments) -> None:
+    model, optimizer = fresh(moments)
+    train(model, optimizer, range(1))
+    tensors = optimizer_tensors(optimizer, model)
+    found = sum(value.nbytes for name, value in tensors.items() if not name.endswith(".step"))
+    assert moment_bytes(model, moments) == found
+    rest = (70 + 71) * 8
+    scales = 2 * 4 * -(-4970 // BLOCK)
+    assert found == rest + 4970 * {"float32": 8, "bfloat16": 4, "float8": 2}[moments] + scales * (moments == "float8")
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_the_learning_rate_is_the_groups(moments: Moments) -> None:
+    model, optimizer = fresh(moments)
+    before = model["fc"].weight.detach().clone()
+    set_learning_rate(optimizer, 0.0)
+    train(model, optimizer, range(2))
+    assert torch.equal(model["fc"].weight, before)
+    assert optimizer.state[model["fc"].weight]["step"] == 2
