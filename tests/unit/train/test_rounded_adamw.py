@@ -19,7 +19,7 @@ from eagle3.train.rounded_adamw import RoundedAdamW
 
 NARROW: list[Moments] = ["bfloat16", "float8"]
 ALL: list[Moments] = ["float32", *NARROW]
-BETAS = (0.9, 0.95)
+BETA1, BETA2 = 0.9, 0.95
 RATE, EPS, DECAY = 1e-3, 1e-8, 0.1
 SHAPES = {"whole blocks": (64, 64), "a tail": (67, 71), "small": (13, 5), "a vector": (5001,)}
 
@@ -27,22 +27,24 @@ SHAPES = {"whole blocks": (64, 64), "a tail": (67, 71), "small": (13, 5), "a vec
 class Exact:
     """AdamW of one parameter in float64."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.double().clone()
+    def __init__(self, weight: Tensor, beta2: float = BETA2) -> None:
+        self.weight, self.beta2 = weight.double().clone(), beta2
         self.first, self.second, self.steps = torch.zeros_like(self.weight), torch.zeros_like(self.weight), 0
 
     def step(self, gradient: Tensor, rate: float = RATE, decay: float = DECAY) -> None:
         self.steps += 1
         self.weight -= rate * decay * self.weight
-        self.first += (1 - BETAS[0]) * (gradient - self.first)
-        self.second += (1 - BETAS[1]) * (gradient.double().square() - self.second)
-        first, second = self.first / (1 - BETAS[0] ** self.steps), self.second / (1 - BETAS[1] ** self.steps)
+        self.first += (1 - BETA1) * (gradient - self.first)
+        self.second += (1 - self.beta2) * (gradient.double().square() - self.second)
+        first, second = self.first / (1 - BETA1**self.steps), self.second / (1 - self.beta2**self.steps)
         self.weight -= rate * first / (second.sqrt() + EPS)
 
 
-def rounded(parameters: list[nn.Parameter], moments: Moments, decay: float = DECAY) -> RoundedAdamW:
+def rounded(
+    parameters: list[nn.Parameter], moments: Moments, decay: float = DECAY, beta2: float = BETA2
+) -> RoundedAdamW:
     assert moments != "float32"
-    return RoundedAdamW(parameters, RATE, BETAS, EPS, decay, moments)
+    return RoundedAdamW(parameters, RATE, (BETA1, beta2), EPS, decay, moments)
 
 
 def step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -100,12 +102,15 @@ def test_the_first_step_is_that_of_float64_and_its_moments_are_right_in_the_mean
     assert float((first - exact.first).abs().max()) <= spacing * float(first.abs().max())
 
 
-@pytest.mark.parametrize(("moments", "spread"), [("bfloat16", 0.05), ("float8", 0.6)])
-def test_moments_stay_right_in_the_mean_and_fade_when_gradients_stop(moments: Moments, spread: float) -> None:
-    """Rounded to nearest, the second moment would never fall below the value from which 5% less rounds up again."""
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize(("moments", "spread"), [("bfloat16", 0.02), ("float8", 0.4)])
+def test_moments_stay_right_in_the_mean_and_fade_when_gradients_stop(
+    moments: Moments, spread: float, beta2: float
+) -> None:
+    """Rounded to nearest, a second moment would stop where a step's share (5% or 0.1%) rounds back."""
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.zeros(1 << 16))
-    optimizer, exact = rounded([parameter], moments, decay=0.0), Exact(parameter.data)
+    optimizer, exact = rounded([parameter], moments, 0.0, beta2), Exact(parameter.data, beta2)
     sizes = 10.0 ** torch.empty(1 << 16).uniform_(-3, 0, generator=generator)
     for number in range(1, 101):
         gradient = torch.randn(1 << 16, generator=generator) * sizes * (number <= 60)
@@ -120,9 +125,9 @@ def test_moments_stay_right_in_the_mean_and_fade_when_gradients_stop(moments: Mo
             assert abs(slope - 1) < 0.03, number
 
 
-@pytest.mark.parametrize(("moments", "bound"), [("bfloat16", 0.005), ("float8", 0.03)])
+@pytest.mark.parametrize(("moments", "bound"), [("bfloat16", 0.005), ("float8", 0.05)])
 def test_a_small_problem_converges_as_with_float32_moments(moments: Moments, bound: float) -> None:
-    """Least squares from noisy batches; `bound` is on the relative difference of the loss that is left."""
+    """Least squares from noisy batches; `bound` is on the relative difference of the loss besides the noise."""
 
     def trained(kind: Moments) -> float:
         generator = torch.Generator().manual_seed(0)
@@ -138,10 +143,10 @@ def test_a_small_problem_converges_as_with_float32_moments(moments: Moments, bou
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), wanted).backward()
             optimizer.step()
-        return float((model.weight.detach().T - truth).square().sum(0).mean()) + 1.0  # expected loss; the noise is 1
+        return float((model.weight.detach().T - truth).square().sum(0).mean())
 
     reference = trained("float32")
-    assert reference < 1.5
+    assert reference < 0.03
     assert abs(trained(moments) / reference - 1) < bound
 
 
@@ -157,7 +162,7 @@ def test_tiny_and_huge_gradients_leave_everything_finite(moments: Moments, size:
         gradient[:300] = 0
         step(optimizer, parameter, gradient)
         assert parameter.isfinite().all()
-        assert float((parameter - before).abs().max()) < 10 * RATE, number
+        assert float((parameter.detach() - before).abs().max()) < 10 * RATE, number
         assert (parameter[:300] == 0).all()
     for moment in stored(optimizer, parameter):
         assert moment.isfinite().all() and (moment[:256] == 0).all()
@@ -185,7 +190,7 @@ def test_elements_far_below_their_blocks_largest_take_no_giant_steps(moments: Mo
         before = parameter.detach().clone()
         gradient = torch.randn(4096, generator=generator) * sizes * (number % 7 < 3)
         step(optimizer, parameter, gradient)
-        assert float((parameter - before).abs().max()) < 5 * RATE, number
+        assert float((parameter.detach() - before).abs().max()) < 5 * RATE, number
 
 
 @pytest.mark.parametrize("moments", NARROW)
