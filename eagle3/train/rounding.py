@@ -85,7 +85,7 @@ def to_float8(value: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     scale, inverse, finite = _scales(bits & 0x7FFFFFFF)
     scaled = (value.abs() * inverse / _BIAS).view(torch.int32)
     code = (scaled + (random << 4) + 8) >> 20
-    return _as_float8(torch.where(finite, code, _NAN) | ((bits >> 24) & 0x80)), scale
+    return _as_float8(torch.where(finite, code | ((bits >> 24) & 0x80), _NAN)), scale
 
 
 def root_to_float8(square: Tensor, root: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ def _to_float8(value, random):
     scale, inverse, finite = _scales(bits & 0x7FFFFFFF)
     scaled = (tl.abs(value) * inverse * 7.52316384526264e-37).to(tl.int32, bitcast=True)
     code = (scaled + (random << 4) + 8) >> 20
-    return tl.where(finite, code, 0x7F) | ((bits >> 24) & 0x80), scale
+    return tl.where(finite, code | ((bits >> 24) & 0x80), 0x7F), scale
 
 
 @triton.jit
