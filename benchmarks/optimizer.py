@@ -3,8 +3,9 @@
     python benchmarks/optimizer.py --shape kimi
 
 Prints a JSON line for each: median and spread of a step's milliseconds, the bytes that a step cannot avoid to move
-(gradient read, weight and moments read and written) and what that comes to in GB/s, the moments' size, and the time of the first
-step, with compilation. `torch` is torch's AdamW without `fused=True`, for comparison. On a CPU use `--shape tiny`.
+(gradient read, weight and moments read and written) and what that comes to in GB/s, the moments' size, and the time of
+the first step, with compilation. `torch` is torch's AdamW without `fused=True`, for comparison. On a CPU use
+`--shape tiny`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     """AdamW whose state is laid out as `moment_layout` says.
 
     A parameter's number, which its random bits depend on, is its place in the groups. On a GPU one kernel a parameter
-    does the whole step; small parameters, and all on a CPU, take the plain step.
+    does the whole step; parameters with float32 moments, and all on a CPU, take the plain step.
 
     Args:
         params: parameters or groups of them; float32 and contiguous.

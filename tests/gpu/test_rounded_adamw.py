@@ -20,7 +20,7 @@ from tests.stores import train_config, write_random_store
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 NARROW: list[Moments] = ["bfloat16", "float8"]
-SHAPES = [(64, 64), (1, 4097), (77, 131), (1000, 2048), (3, 5)]
+SHAPES = [(64, 64), (1, 4097), (77, 131), (1000, 2048), (3, 5), (5000,)]
 
 
 def make_model(device: str) -> nn.ParameterList:
@@ -33,7 +33,7 @@ def make_gradients(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     gradients = []
     for shape in SHAPES:
-        size = 10.0 ** torch.randint(-14, 3, (shape[0], 1), generator=generator)
+        size = 10.0 ** torch.randint(-14, 3, (shape[0], *[1] * (len(shape) - 1)), generator=generator)
         gradient = torch.randn(shape, generator=generator) * size * {3: 1e-20, 4: 1e20}.get(step, 1.0)
         if step == 2:
             gradient.view(-1)[:3000] = 0
@@ -70,7 +70,7 @@ def test_the_kernel_takes_the_plain_steps_bit_for_bit(moments: Moments) -> None:
         optimizer = make_optimizer(model, OptimSection(moments=moments, weight_decay=0.1), fused=False)
         take_steps(model, optimizer, range(1, 9))
         tensors = dict(model.named_parameters()) | optimizer_tensors(optimizer, model)
-        small = {name: value for name, value in tensors.items() if name.split(".")[0] == "4"}
+        small = {name: value for name, value in tensors.items() if int(name.split(".")[0]) >= 4}
         for name in small:  # plain on both: a GPU fuses multiplications and additions of its own accord
             tensors.pop(name)
         found[device] = bits(tensors)
@@ -87,12 +87,12 @@ def test_a_gradient_at_any_address_gives_the_same_step(moments: Moments) -> None
     """DDP's gradients are views of a bucket, at multiples of 4 bytes."""
     found = []
     for offset in (0, 1):
-        parameter = nn.Parameter(torch.ones(4096, device="cuda"))
+        parameter = nn.Parameter(torch.ones(1, 4096, device="cuda"))
         optimizer = make_optimizer(nn.ParameterList([parameter]), OptimSection(moments=moments), fused=False)
         generator = torch.Generator("cuda").manual_seed(0)
         bucket = torch.empty(4097, device="cuda")
-        parameter.grad = bucket[offset : 4096 + offset]
-        parameter.grad.copy_(torch.randn(4096, generator=generator, device="cuda"))
+        parameter.grad = bucket[offset : 4096 + offset][None]
+        parameter.grad.copy_(torch.randn(1, 4096, generator=generator, device="cuda"))
         optimizer.step()
         found.append(parameter.detach().clone())
     assert torch.equal(*found)
@@ -102,9 +102,9 @@ def test_a_gradient_at_any_address_gives_the_same_step(moments: Moments) -> None
 def test_nothing_is_compiled_anew_as_steps_and_rates_change(moments: Moments) -> None:
     from eagle3.train.kernels import adamw
 
-    parameter = nn.Parameter(torch.ones(5000, device="cuda"))
+    parameter = nn.Parameter(torch.ones(1, 5000, device="cuda"))
     optimizer = make_optimizer(nn.ParameterList([parameter]), OptimSection(moments=moments), fused=False)
-    parameter.grad = torch.ones(5000, device="cuda")
+    parameter.grad = torch.ones(1, 5000, device="cuda")
     optimizer.step()
     kernels = sum(len(entry[0]) for entry in adamw._step.device_caches.values())
     assert kernels > 0
@@ -123,16 +123,16 @@ def test_elements_beyond_two_to_the_31_are_stepped() -> None:
     from eagle3.train.rounding import make_keys
 
     count = 2**31 + 300
-    weight = torch.zeros(count, device="cuda")
-    gradient = torch.zeros(count, device="cuda")
-    gradient[-300:] = 1.0
+    weight = torch.zeros(1, count, device="cuda")
+    gradient = torch.zeros(1, count, device="cuda")
+    gradient[0, -300:] = 1.0
     layout = moment_layout(weight.shape, "float8")
     state = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in layout.items()}
     group = {"betas": (0.9, 0.95), "lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}
     fused_step(weight, gradient, state, Coefficients.of(group, 1), make_keys(1, 0))
-    assert torch.allclose(weight[-300:], torch.tensor(-1e-3, device="cuda"))
-    assert not weight[:-300].any()
-    assert (state["exp_avg"][-300:].float() > 0).all()
+    assert torch.allclose(weight[0, -300:], torch.tensor(-1e-3, device="cuda"))
+    assert not weight[0, :-300].any()
+    assert (state["exp_avg"][0, -300:].float() > 0).all()
 
 
 @pytest.mark.parametrize("moments", ["float32", *NARROW])
