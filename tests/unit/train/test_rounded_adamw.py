@@ -10,7 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from eagle3.config import Moments, OptimSection
+from eagle3.draft.config import DraftConfig, RopeConfig
+from eagle3.draft.model import DraftModel
 from eagle3.errors import ProblemsError
+from eagle3.files import size_text
 from eagle3.train.checkpoint import TrainState, load_checkpoint, load_optimizer_tensors, optimizer_tensors
 from eagle3.train.checkpoint import save_checkpoint as save
 from eagle3.train.moments import BLOCK, SMALL, moment_bytes, moment_layout
@@ -334,6 +337,21 @@ def test_the_bytes_are_those_of_the_moments(moments: Moments) -> None:
     rest = (70 + 71) * 8
     scales = 2 * 4 * -(-4970 // BLOCK)
     assert found == rest + 4970 * {"float32": 8, "bfloat16": 4, "float8": 2}[moments] + scales * (moments == "float8")
+
+
+def test_the_bytes_of_kimis_drafter_are_those_in_the_docs() -> None:
+    shape = {"hidden_size": 7168, "intermediate_size": 40960, "num_attention_heads": 56, "num_key_value_heads": 8}
+    shape |= {"head_dim": 128, "vocab_size": 163840, "draft_vocab_size": 32000, "num_aux": 3}
+    limits = {"target_hidden_size": 7168, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+    with torch.device("meta"):
+        model = DraftModel(DraftConfig(**shape, **limits, rope=RopeConfig(rope_theta=50000.0)))
+    model.embed_tokens.requires_grad_(False)
+    table = (Path(__file__).parents[3] / "docs/training.md").read_text(encoding="utf-8")
+    count = model.config.parameter_counts()["trainable"]
+    assert f"({count:,} trained)" in table
+    for moments in ALL:
+        size = moment_bytes(model, moments)
+        assert f"| `{moments}` | {round(size / count, 3):g} | {size_text(size)} |" in table
 
 
 @pytest.mark.parametrize("moments", NARROW)
