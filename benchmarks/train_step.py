@@ -83,9 +83,9 @@ def main() -> None:
                 print(json.dumps({**setting, "step": args.peer.stem, **result}), flush=True)
 
 
-def make_module(shape: str, ttt: TTTSettings, device: torch.device, weights: str) -> tuple[TTTLoss, TargetHead]:
+def make_config(shape: str) -> DraftConfig:
     hidden, intermediate, heads, kv_heads, head_dim, vocab_size, draft_vocab_size = SHAPES[shape]
-    config = DraftConfig(
+    return DraftConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_attention_heads=heads,
@@ -99,7 +99,12 @@ def make_module(shape: str, ttt: TTTSettings, device: torch.device, weights: str
         max_position_embeddings=131072,
         rope=RopeConfig(rope_theta=50000.0),
     )
-    ids = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
+
+
+def make_module(shape: str, ttt: TTTSettings, device: torch.device, weights: str) -> tuple[TTTLoss, TargetHead]:
+    config = make_config(shape)
+    hidden, vocab_size = config.hidden_size, config.vocab_size
+    ids = torch.randperm(vocab_size)[: config.draft_vocab_size].sort().values
     with device:
         torch.set_default_dtype(torch.bfloat16 if weights == "bf16" else torch.float32)
         model = DraftModel(config)

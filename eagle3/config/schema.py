@@ -11,6 +11,7 @@ from eagle3.config.cache import CacheSection
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoreDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+Moments = Literal["float32", "bfloat16", "float8"]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 LayerIndex = Annotated[int, Field(strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -309,6 +310,8 @@ class OptimSection(Section):
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
+    moments: Moments = "float32"
+    """Type of AdamW's two moments; the narrower ones are rounded stochastically, see docs/training.md."""
     max_grad_norm: PositiveFloat = 0.5
     """Gradients are clipped to this global norm."""
 
@@ -363,7 +366,7 @@ class TrainConfig(Section):
     max_length: PositiveInt = 2048
     """Longest row, in tokens; longer samples are cut at the right."""
     mixed_precision: Annotated[Literal["no", "bf16"], _word("no")] = "bf16"
-    """Computation type; weights and moments are float32 either way."""
+    """Computation type; the weights are float32 either way, the moments as `optim.moments` says."""
     seed: Seed = 0
     """Seed of initial weights, hold-out and sample order."""
     eval_every: PositiveInt | None = None

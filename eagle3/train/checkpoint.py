@@ -1,9 +1,9 @@
 """Training checkpoints: whole or absent, safetensors and JSON only.
 
 `<run>/checkpoints/step-XXXXXXXX/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
-(AdamW's moments, named `<parameter>.<moment>`) and `state.json`. The folder appears by one rename after its files are
-synced, so a kill at any moment leaves the checkpoints before it. Sample order and learning rate are functions of the
-step, so they are not stored.
+(AdamW's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The folder
+appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it. Sample order
+and learning rate are functions of the step, so they are not stored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eagle3.config import Moments
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
+from eagle3.train.moments import moment_layout
 
 FORMAT = "eagle3-checkpoint"
 FORMAT_VERSION = 1
@@ -158,32 +160,48 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], moments: Moments
+) -> None:
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
+    Args:
+        moments: how this optimizer stores its moments.
+
     Raises:
-        ProblemsError: kind `checkpoint.moments`, listing names that are missing, unknown or of another shape.
+        ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type.
     """
     if not tensors:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {"step": (), "exp_avg": None, "exp_avg_sq": None}
+    layouts = [
+        {"step": (torch.Size(), torch.float32), **moment_layout(parameter.shape, moments)} for parameter in parameters
+    ]
     expected = {
-        f"{names[parameter]}.{moment}": torch.Size(parameter.shape if shape is None else shape)
-        for parameter in parameters
-        for moment, shape in moments.items()
+        f"{names[parameter]}.{moment}": _described(*form)
+        for parameter, layout in zip(parameters, layouts, strict=True)
+        for moment, form in layout.items()
     }
-    wrong = [name for name, shape in expected.items() if name not in tensors or tensors[name].shape != shape]
-    wrong += sorted(set(tensors) - set(expected))
+    found = {name: _described(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} is {found.get(name, 'missing')}, expected {form}"
+        for name, form in expected.items()
+        if found.get(name) != form
+    ]
+    wrong += [f"{name} is unknown" for name in sorted(set(tensors) - set(expected))]
     if wrong:
-        message = f"missing, unknown or of another shape: {', '.join(wrong)}"
+        message = f"not {moments} moments of this model: {'; '.join(wrong)}"
         raise problem_error(OPTIMIZER_FILE, "checkpoint.moments", message, "resume with the config of that run")
     state: dict[int, Any] = {
-        index: {moment: tensors[f"{names[parameter]}.{moment}"] for moment in moments}
-        for index, parameter in enumerate(parameters)
+        index: {moment: tensors[f"{names[parameter]}.{moment}"] for moment in layout}
+        for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True))
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _wrong_values(values: Mapping[str, Any], folder: Path) -> list[str]:

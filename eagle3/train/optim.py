@@ -8,21 +8,24 @@ import torch
 from torch import nn
 
 from eagle3.config import OptimSection
+from eagle3.train.rounded_adamw import RoundedAdamW
 
 
-def make_optimizer(model: nn.Module, optim: OptimSection, fused: bool) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices only (not on norms)."""
+def make_optimizer(model: nn.Module, optim: OptimSection, fused: bool) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; weight decay on matrices only (not on norms).
+
+    Args:
+        fused: of torch's AdamW, which float32 moments take.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
     others = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.learning_rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        fused=fused,
-    )
+    groups = [group for group in groups if group["params"]]
+    rate, betas, eps = optim.learning_rate, optim.betas, optim.eps
+    if optim.moments == "float32":
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+    return RoundedAdamW(groups, rate, betas, eps, optim.weight_decay, optim.moments)
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimSection) -> float:

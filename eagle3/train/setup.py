@@ -23,9 +23,10 @@ from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import refuse_url
+from eagle3.files import refuse_url, size_text
 from eagle3.target.resolve import find_target
 from eagle3.train.feed import Dataset
+from eagle3.train.moments import moment_bytes
 from eagle3.train.ring_feed import check_ring, ring_windows
 from eagle3.train.samples import Samples, TrainSamples, select_ring_samples, select_samples
 from eagle3.wiring.contract import WiringContract, config_digest
@@ -74,6 +75,7 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
         *samples.notes,
         f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens",
         f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained",
+        f"moments: {config.optim.moments}, {size_text(moment_bytes(module.model, config.optim.moments))}",
     ]
     contract = reader.contract.with_draft_vocab(vocab.digest)
     return Setup(contract, samples, vocab, module, make_head(config, reader, target), notes)

@@ -212,7 +212,8 @@ class Trainer:
     def _load(self, folder: Path) -> TrainState:
         checkpoint = load_checkpoint(folder)
         self.module.model.load_trainable_state(checkpoint.weights)
-        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer)
+        moments = self.config.optim.moments
+        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments)
         return checkpoint.state
 
     def _open_run(self) -> Tracker:

@@ -1,4 +1,4 @@
-"""The benchmark of the training step runs, on a CPU and in small, so that it does not rot."""
+"""The benchmarks of the training step and the optimizer run, on a CPU and in small, so that they do not rot."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ def test_the_training_steps_benchmark_times_both_steps_and_a_peer(tmp_path: Path
     for line in found:
         assert line["tokens_per_second"] > 0 and 0.3 < line["supervised_fraction"] < 0.7
     assert all(line["matmul_share"] > 0 for line in found if line["step"] == "eagle3")
+
+
+def test_the_optimizers_benchmark_times_every_type_of_moments() -> None:
+    command = [sys.executable, "benchmarks/optimizer.py", "--shape", "tiny", "--device", "cpu", "--repeats", "2"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {line["moments"]: line for line in map(json.loads, lines)}
+    assert list(found) == ["float32", "bfloat16", "float8", "torch"]
+    assert all(line["milliseconds"] > 0 and line["gb_per_second"] > 0 for line in found.values())
+    sizes = [found[kind]["moments_bytes"] for kind in ("float32", "bfloat16", "float8")]
+    assert sizes[0] > sizes[1] > sizes[2] and found["torch"]["moments_bytes"] == sizes[0]
+    count = found["float32"]["parameters"]
+    assert found["float32"]["bytes"] == count * 28 and count * 16 < found["float8"]["bytes"] < count * 17

@@ -30,12 +30,12 @@ def main(folder: Path) -> None:
     for path in sorted(folder.glob("*.yaml")):
         config = load_config(TrainConfig, path)
         outcomes[path.stem] = gather_object([train(config, accelerator)])
-        if path.stem == "resumed":
+        if path.stem.endswith("resumed"):
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 shutil.rmtree(list_checkpoints(Path(config.output))[-1])
             accelerator.wait_for_everyone()
-            outcomes["resumed again"] = gather_object([train(config, accelerator)])
+            outcomes[f"{path.stem} again"] = gather_object([train(config, accelerator)])
     if accelerator.is_main_process:
         (folder / "outcomes.json").write_text(json.dumps(outcomes))
     accelerator.end_training()

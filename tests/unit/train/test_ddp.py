@@ -44,6 +44,13 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
 }
 
 
+ROUNDED: dict[str, object] = {
+    **CASES["resumed"][1],
+    "optim": {**CONSTANT, "moments": "float8"},
+    "draft": {"intermediate_size": 300},
+}
+
+
 def config_for(folder: Path, case: str, run: str, values: dict[str, object]) -> TrainConfig:
     defaults = {"epochs": 20, "optim": CONSTANT, "keep_checkpoints": 1}
     return train_config(folder / "stores" / case, folder / run / case, **{**defaults, **values})
@@ -63,6 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{case}.yaml").write_text(dump_config(config_for(folder, case, "two", values)))
     write_random_store(folder / "stores" / "not_finite", [(8, (2, 8))] * 4, change=overflowing)
     (folder / "not_finite.yaml").write_text(dump_config(config_for(folder, "not_finite", "two", {})))
+    write_random_store(folder / "stores" / "rounded_resumed", MIXED * 2)
+    (folder / "rounded_resumed.yaml").write_text(dump_config(config_for(folder, "rounded_resumed", "two", ROUNDED)))
     ring = folder / "rings" / "two"
     (folder / "ring.yaml").write_text(dump_config(ring_config(ring, folder / "two" / "ring", batch_size=1)))
     writer = in_a_child(lambda: write_ring(ring, ring_plan(RING_SAMPLES), RING_SAMPLES))
@@ -143,6 +152,20 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_with_all_samples_of_th
     assert "train.not_finite" in messages[0]
     assert "s02" in messages[0]
     assert sum(f"s0{number}" in messages[0] for number in range(4)) == 2
+
+
+def test_two_ranks_round_their_moments_alike(folder: Path) -> None:
+    """A gradient's last bit decides which way a moment is rounded, so one process ends near them, and not in the same
+    place."""
+    outcomes = read_json(folder / "outcomes.json", "outcomes")
+    digests = outcomes["rounded_resumed"]
+    assert digests[0] == digests[1] and len(digests[0]) == 64, digests[0]
+    assert outcomes["rounded_resumed again"] == digests
+    run_training(config_for(folder, "rounded_resumed", "one", {**ROUNDED, "batch_size": 2}))
+    two, one = (read_log(folder / run / "rounded_resumed" / "log.jsonl") for run in ("two", "one"))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=0.02)
+    tensors = load_file(list_checkpoints(folder / "two" / "rounded_resumed")[-1] / "optimizer.safetensors")
+    assert sum(value.dtype == torch.float8_e4m3fn for value in tensors.values()) == 6
 
 
 def test_two_ranks_resume_exactly(folder: Path) -> None:

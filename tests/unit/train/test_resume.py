@@ -245,6 +245,30 @@ def test_bf16_resumes_exactly_too(store: Path, tmp_path: Path, monkeypatch: pyte
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("moments", ["bfloat16", "float8"])
+def test_rounded_moments_resume_exactly_and_keep_their_types(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
+) -> None:
+    settings = {"optim": {"learning_rate": 1e-2, "moments": moments}, "draft": {"intermediate_size": 300}}
+    for steps in (3, 5, 8):
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            stop_after(steps, patch)
+            run_training(config_for(store, tmp_path / "run", **settings))
+    run_training(config_for(store, tmp_path / "run", **settings))
+    run_training(config_for(store, tmp_path / "whole", **settings))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    stored = load_file(list_checkpoints(tmp_path / "run")[-1] / "optimizer.safetensors")
+    wide = {name for name, value in stored.items() if value.numel() >= 4096}
+    assert len(wide) == 6  # both moments of the MLP's three matrices
+    assert {str(stored[name].dtype) for name in wide} == {f"torch.{moments}".replace("float8", "float8_e4m3fn")}
+
+
+def test_another_type_of_moments_is_refused(store: Path, tmp_path: Path) -> None:
+    run_training(config_for(store, tmp_path / "run", epochs=1))
+    with pytest.raises(ProblemsError, match=r"optim\.moments is 'float32' there, 'float8' now"):
+        run_training(config_for(store, tmp_path / "run", epochs=1, optim={"moments": "float8"}))
+
+
 def test_a_second_trainer_in_the_same_run_is_refused(store: Path, tmp_path: Path) -> None:
     config = config_for(store, tmp_path / "run")
     with only_writer(tmp_path / "run", "writer.lock"), pytest.raises(ProblemsError, match=r"disk\.locked"):

@@ -39,6 +39,24 @@ def test_the_drafter_learns_and_the_run_says_so(tmp_path: Path) -> None:
     assert all(record["tokens_per_second"] > 0 and record["seconds"] > 0 for record in records)
 
 
+@pytest.mark.parametrize("moments", ["bfloat16", "float8"])
+def test_the_drafter_learns_with_rounded_moments_what_it_learns_with_float32(
+    tmp_path: Path, moments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = write_random_store(tmp_path / "store", count=6)
+    draft = {"init": "random", "intermediate_size": 300}
+    losses = {}
+    for kind in ("float32", moments):
+        optim = {"learning_rate": 1e-2, "moments": kind}
+        config = train_config(store, tmp_path / kind, batch_size=3, epochs=40, draft=draft, optim=optim)
+        run_training(config)
+        losses[kind] = [record["loss"] for record in log(tmp_path / kind)]
+    assert losses["float32"][-1] < 0.5 * losses["float32"][0]
+    assert losses[moments][0] == losses["float32"][0]
+    assert losses[moments][-1] == pytest.approx(losses["float32"][-1], rel=0.1)
+    assert f"moments: {moments}, 0.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_accumulation_takes_the_same_steps_as_a_larger_batch(tmp_path: Path, pack: bool) -> None:
     store = write_random_store(tmp_path / "store", [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (2, 5))] * 3)
