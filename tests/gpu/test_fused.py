@@ -15,6 +15,7 @@ from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.loss import TargetHead, read_teacher
 from eagle3.draft.planned import plan_batch
 from eagle3.draft.ttt import TTTLoss, count_terms
+from eagle3.draft.vocab import DraftVocab
 from tests.unit.draft import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -219,14 +220,17 @@ def test_fifty_random_batches_are_near_float64_and_compile_nothing_anew(
     float8: bool, bound: float, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cases, "HIDDEN", 128)
+    monkeypatch.setattr(cases, "VOCAB", 48)
     config = cases.make_config(
-        hidden_size=128, target_hidden_size=128, intermediate_size=256, num_attention_heads=8, head_dim=64
-    )
+        hidden_size=128, target_hidden_size=128, intermediate_size=256, num_attention_heads=8, head_dim=64,
+        draft_vocab_size=16,
+    )  # fmt: skip
     model = cases.make_model(config).cuda()
     with torch.no_grad():
         for value in model.parameters():
             value.mul_(0.25 if value.ndim == 2 else 1)
-    settings, vocab, exact_head = TTTSettings(4, chunk=150, float8=float8), cases.make_vocab(), cases.make_head()
+    settings, vocab = TTTSettings(4, chunk=150, float8=float8), DraftVocab(torch.arange(0, 48, 3), 48)
+    exact_head = cases.make_head()
     head = replace(
         exact_head, lm_head=exact_head.lm_head.bfloat16().cuda(), norm_weight=exact_head.norm_weight.float().cuda()
     )
