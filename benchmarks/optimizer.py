@@ -79,7 +79,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, float | int | str]
         "milliseconds": round(median, 3),
         "spread": round((times[-1] - times[0]) / median, 3),
         "bytes": moved,
-        "gb_per_second": round(moved / median / 1e6, 1),
+        "gb_per_second": round(moved / median / 1e6, 3),
         "moments_bytes": size,
         "moments_gib": round(size / 2**30, 3),
         "first_milliseconds": round(first, 1),
