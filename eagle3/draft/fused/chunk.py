@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle3.draft.fused.gemm import product
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.weights import Gradients
 
@@ -50,7 +49,6 @@ class ChunkStep:
 
     def __init__(self, step: Step, chunk: Chunk) -> None:
         self.step, self.chunk, self.ops, self.weights = step, chunk, step.ops, step.weights
-        self.products = step.weights.products
         self.offsets, self.counts = chunk.offsets, chunk.counts
         self.sources = chunk.ends[: chunk.counts[0]]
         self.chains = self.sources.long()
@@ -61,13 +59,16 @@ class ChunkStep:
         def room(*shape: int, dtype: torch.dtype = like.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=like.device)
 
-        self.normed, self.normed_factors = room(rows, hidden), room(rows, dtype=wide)
+        self.products = products = step.weights.products
+        self.normed, self.normed_factors = products.room(rows, hidden, like), room(rows, dtype=wide)
         self.queries, self.attended = room(rows, heads, width), room(rows, heads, width)
+        self.attended_rows = products.operand(self.attended.flatten(1))
         self.log_sums, self.means = room(rows, heads, dtype=wide), room(rows, heads, dtype=wide)
         self.own = room(len(self.counts) - 1, self.counts[0], step.pair_heads, width)
-        self.middle, self.middle_normed = room(rows, hidden), room(rows, hidden)
+        self.middle, self.middle_normed = room(rows, hidden), products.room(rows, hidden, like)
         self.middle_factors = room(rows, dtype=wide)
-        self.gates, self.ups, self.acts = (room(rows, config.intermediate_size) for _ in range(3))
+        self.gates, self.ups = (room(rows, config.intermediate_size) for _ in range(2))
+        self.acts = products.room(rows, config.intermediate_size, like)
         self.outputs = room(rows, hidden)
         self.handed_on = room(rows, hidden) if config.norm_output else self.outputs
         self.start = like.index_select(0, self.chains)
@@ -96,13 +97,14 @@ class ChunkStep:
         ops, step, weights, products = self.ops, self.step, self.weights, self.products
         eps = step.config.rms_norm_eps
         at, count, state = self._rows(k), self.counts[k], self._state(k)
-        normed = self.normed[at]
+        normed = self.normed.place(at)
         self.normed_factors[at] = ops.norm(state, weights.norms["hidden_norm"], eps, normed)[1]
         heads, ranks, turn = step.config.num_attention_heads, self.chunk.ranks[:count], self.turns[k]
+        rows = self.normed.rows(at, normed)
         if k == 0:
-            query = product(normed, weights.qkv.hidden_query.T)
+            query = products.forward(rows, "hidden_query")
         else:
-            query, pair = products.forward(products.rows(normed), "hidden_all").split_with_sizes(
+            query, pair = products.forward(rows, "hidden_all").split_with_sizes(
                 [weights.qkv.query_width, step.shared_pair.shape[1]], 1
             )
             own = self.own[k - 1, :count]
@@ -112,15 +114,16 @@ class ChunkStep:
             self.queries[at], step.keys_values, self.own[:k], self.chunk.begins[at], self.chunk.ends[at],
             self.attended[at], self.log_sums[at],
         )  # fmt: skip
-        middle, acts = self.middle[at], self.acts[at]
-        products.forward(products.rows(self.attended[at].flatten(1)), "o_proj", middle, state)
-        inner = self.middle_normed[at]
+        middle = self.middle[at]
+        attended = self.attended_rows.rows(at, self.attended_rows.place(at))
+        products.forward(attended, "o_proj", middle, state)
+        inner = self.middle_normed.place(at)
         self.middle_factors[at] = ops.norm(middle, weights.norms["post_attention_layernorm"], eps, inner)[1]
-        rows = products.rows(inner)
+        rows = self.middle_normed.rows(at, inner)
         products.forward(rows, "gate_proj", self.gates[at])
         products.forward(rows, "up_proj", self.ups[at])
-        ops.swiglu(self.gates[at], self.ups[at], acts)
-        products.forward(products.rows(acts), "down_proj", self.outputs[at], middle)
+        acts = ops.swiglu(self.gates[at], self.ups[at], self.acts.place(at))
+        products.forward(self.acts.rows(at, acts), "down_proj", self.outputs[at], middle)
         if step.config.norm_output:
             ops.norm(self.outputs[at], weights.norms["norm"], eps, self.handed_on[at])
 
@@ -137,13 +140,15 @@ class ChunkStep:
             normed, factors[at] = self.ops.norm(
                 self.outputs[at], self.weights.norms["norm"], self.step.config.rms_norm_eps
             )
-            logits = products.forward(products.rows(normed), "lm_head")
+            every, head_rows = slice(0, len(normed)), products.operand(normed)
+            logits = products.forward(head_rows.rows(every, normed), "lm_head")
             found = self.ops.cross_entropy(logits, inputs.teacher, chunk.teachers[at], scales[at])
             losses.append(found[0])
             greedy.append(found[1])
             if self.step.gradients is not None:
-                products.backward(products.rows(logits), "lm_head", grad[at])
-                self.step.gradients.add("lm_head", products.columns(logits), products.columns(normed))
+                slopes = products.operand(logits)
+                products.backward(slopes.rows(every, logits), "lm_head", grad[at])
+                self.step.gradients.add("lm_head", slopes.columns(), head_rows.columns())
         return Rows(chunk, torch.cat(losses) * counted, torch.cat(greedy)), grad, factors
 
     def _backward(self, gradients: Gradients, output_grad: torch.Tensor, factors: torch.Tensor) -> None:
@@ -153,10 +158,13 @@ class ChunkStep:
             output_grad: [N, H], the gradient of `norm`'s results; overwritten with that of the layer's outputs.
             factors: [N], of that norm.
         """
-        step, columns = self.step, self.products.columns
+        step, operand = self.step, self.products.operand
         self.output_grad, self.output_factors = output_grad, factors
         self.middle_grad, self.attended_grad = torch.empty_like(self.middle), torch.empty_like(self.attended)
         self.qkv_grad = output_grad.new_empty(len(output_grad), len(self.weights.qkv.whole))
+        self.output_slopes, self.middle_slopes, self.qkv_slopes, self.gate_slopes, self.up_slopes = (
+            operand(part) for part in (output_grad, self.middle_grad, self.qkv_grad, self.gates, self.ups)
+        )
         carry = None
         for k in reversed(range(len(self.counts))):
             if self.counts[k]:
@@ -164,12 +172,12 @@ class ChunkStep:
         step.ops.attend_grad_sources(
             self.queries, step.keys_values, self.attended_grad, self.log_sums, self.means, self.chunk, step.source_sums
         )
-        gradients.add("hidden_all", columns(self.qkv_grad), columns(self.normed))
-        gradients.add("o_proj", columns(self.middle_grad), columns(self.attended.flatten(1)))
-        inner = columns(self.middle_normed)
-        gradients.add("gate_proj", columns(self.gates), inner)
-        gradients.add("up_proj", columns(self.ups), inner)
-        gradients.add("down_proj", columns(self.output_grad), columns(self.acts))
+        gradients.add("hidden_all", self.qkv_slopes.columns(), self.normed.columns())
+        gradients.add("o_proj", self.middle_slopes.columns(), self.attended_rows.columns())
+        inner = self.middle_normed.columns()
+        gradients.add("gate_proj", self.gate_slopes.columns(), inner)
+        gradients.add("up_proj", self.up_slopes.columns(), inner)
+        gradients.add("down_proj", self.output_slopes.columns(), self.acts.columns())
 
     def _backward_step(self, k: int, gradients: Gradients, carry: torch.Tensor | None) -> torch.Tensor | None:
         """One step backward.
@@ -191,16 +199,16 @@ class ChunkStep:
         ops.norm_grad(
             self.outputs[at], self.output_factors[at], norms["norm"], grad, gradients.norm_sums["norm"], carry, grad
         )
-        acts = products.backward(products.rows(grad), "down_proj")
+        acts = products.backward(self.output_slopes.rows(at, grad), "down_proj")
         ops.swiglu_grad(self.gates[at], self.ups[at], acts)
         del acts
-        inner = products.backward(products.rows(self.gates[at]), "gate_proj")
-        products.backward(products.rows(self.ups[at]), "up_proj", inner, inner)
+        inner = products.backward(self.gate_slopes.rows(at, self.gates[at]), "gate_proj")
+        products.backward(self.up_slopes.rows(at, self.ups[at]), "up_proj", inner, inner)
         middle = ops.norm_grad(
             self.middle[at], self.middle_factors[at], norms["post_attention_layernorm"], inner,
             gradients.norm_sums["post_attention_layernorm"], grad, self.middle_grad[at],
         )  # fmt: skip
-        products.backward(products.rows(middle), "o_proj", self.attended_grad[at].flatten(1))
+        products.backward(self.middle_slopes.rows(at, middle), "o_proj", self.attended_grad[at].flatten(1))
         normed = self._attention_grad(k)
         if k == 0:
             step.first_grad.index_copy_(0, self.chains, normed)
@@ -224,7 +232,7 @@ class ChunkStep:
         ops.rotate_out(query, ranks, k, turn, heads, step.shared_query_grad, query_grad)
         if k == 0:
             pair_grad.zero_()  # those of step 0 belong to the sources, see `Step`
-            return product(query_grad, qkv.hidden_query)
-        pair = ops.attend_grad_own(k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk)
-        ops.rotate_out(pair, self.sources[:count], k, turn, step.rope_heads, step.shared_pair_grad, pair_grad)
-        return self.products.backward(self.products.rows(self.qkv_grad[at]), "hidden_all")
+        else:
+            pair = ops.attend_grad_own(k, self.queries, self.own, self.attended_grad, self.log_sums, self.means, chunk)
+            ops.rotate_out(pair, self.sources[:count], k, turn, step.rope_heads, step.shared_pair_grad, pair_grad)
+        return self.products.backward(self.qkv_slopes.rows(at, self.qkv_grad[at]), "hidden_all")

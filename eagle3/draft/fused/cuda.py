@@ -10,7 +10,7 @@ from eagle3.draft.kernels.attention_grad import attend_grad_own, attend_grad_sou
 from eagle3.draft.kernels.loss import cross_entropy
 from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums
 from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
-from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows
+from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows, quantized_room
 from eagle3.draft.kernels.rope import rotate_in, rotate_out
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "norm_sums",
     "quantize_columns",
     "quantize_rows",
+    "quantized_room",
     "rotate_in",
     "rotate_out",
     "scale_all",

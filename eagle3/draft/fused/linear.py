@@ -33,8 +33,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         x, weight = ctx.saved_tensors
         ops = choose_ops(x)
-        x_grad = None
+        rows, x_grad = ops.quantize_rows(grad), None
         if ctx.needs_input_grad[0]:
-            x_grad = ops.scaled_product(ops.quantize_rows(grad), ops.quantize_columns(weight), x.dtype)
-        columns = ops.quantize_columns(grad), ops.quantize_columns(x)
+            x_grad = ops.scaled_product(rows, ops.quantize_columns(ops.quantize_rows(weight)), x.dtype)
+        columns = ops.quantize_columns(rows), ops.quantize_columns(ops.quantize_rows(x))
         return x_grad, ops.scaled_product(*columns, weight.dtype)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from eagle3.draft.fused.layout import Chunk
-from eagle3.draft.fused.quantized import LARGEST, SMALLEST_PEAK, Quantized
+from eagle3.draft.fused.quantized import LARGEST_EXPONENT, ROUND_UP, SMALLEST_PEAK, Quantized
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 
@@ -319,16 +319,26 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def quantize_rows(x: torch.Tensor) -> Quantized:
+def quantized_room(rows: int, width: int, like: torch.Tensor) -> Quantized:
+    """Room for a matrix [R, W]."""
+    values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=like.device)
+    return Quantized(values, torch.empty(rows, dtype=wide(like.dtype), device=like.device))
+
+
+def quantize_rows(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
     """x [R, W] with a scale for each row."""
-    peaks = x.to(wide(x.dtype)).abs().amax(1)
-    scales = peaks.clamp(min=SMALLEST_PEAK) / LARGEST
-    return Quantized((x * (1 / scales)[:, None]).to(torch.float8_e4m3fn), scales)
+    peaks = x.abs().amax(1).float()
+    exponents = ((peaks.clamp(min=SMALLEST_PEAK).view(torch.int32) + ROUND_UP) >> 23) - LARGEST_EXPONENT
+    scales = (exponents << 23).view(torch.float32).masked_fill(~peaks.isfinite(), torch.nan)
+    out = quantized_room(len(x), x.shape[1], x) if out is None else out
+    out.values.copy_(x / scales.to(x.dtype)[:, None])
+    out.scales.copy_(scales)
+    return out
 
 
-def quantize_columns(x: torch.Tensor) -> Quantized:
+def quantize_columns(x: Quantized) -> Quantized:
     """x [R, W] turned, [W, R], with a scale for each column of x; on a GPU zeros may follow."""
-    return quantize_rows(x.T)
+    return quantize_rows((x.values.to(x.scales.dtype) * x.scales[:, None]).T)
 
 
 def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""The products of chains' rows with the drafter's matrices: in the operands' own type, or in float8.
+"""The products of chains' rows with the drafter's matrices: in the rows' own type, or in float8.
 
-A product's operand is prepared once for all products that read it: `rows` for those with a matrix, `columns` for those
-that give a matrix's gradient. In the operands' own type there is nothing to prepare.
+Rows of all steps that are multiplied with matrices, and then make a matrix's gradient, are an *operand*. In float8 its
+rows are rounded once, step by step; the gradient's product reads them with other scales, which rounds nothing more.
 
-Shapes: R rows, `out` and `in` widths of a matrix [out, in].
+Shapes: N rows of all steps, R rows of one, W width, `out` and `in` widths of a matrix [out, in].
 """
 
 from __future__ import annotations
@@ -18,15 +18,31 @@ from eagle3.draft.fused.gemm import sum_up
 from eagle3.draft.fused.quantized import Quantized
 
 
+class Operand(Protocol):
+    """Rows of all steps, [N, W]."""
+
+    def place(self, at: slice) -> torch.Tensor:
+        """Where to put a step's rows, [R, W]."""
+        ...
+
+    def rows(self, at: slice, x: torch.Tensor) -> Any:
+        """A step's rows, of which x [R, W] was put in their place, for `Products.forward` and `backward`."""
+        ...
+
+    def columns(self) -> Any:
+        """All rows, for `Products.add_gradient`; every step's `rows` were asked for before."""
+        ...
+
+
 class Products(Protocol):
     """Products with matrices by name."""
 
-    def rows(self, x: torch.Tensor) -> Any:
-        """x [R, W], for `forward` and `backward`."""
+    def operand(self, values: torch.Tensor) -> Operand:
+        """Rows that lie in `values` [N, W], where others read them too."""
         ...
 
-    def columns(self, x: torch.Tensor) -> Any:
-        """x [R, W], for `add_gradient`."""
+    def room(self, count: int, width: int, like: torch.Tensor) -> Operand:
+        """Room for N = `count` rows of `like`'s type and device, which nobody else reads."""
         ...
 
     def forward(
@@ -42,12 +58,32 @@ class Products(Protocol):
         ...
 
     def add_gradient(self, total: torch.Tensor, grad: Any, rows: Any, more: bool) -> None:
-        """Puts grad [R, out] turned times rows [R, in] into `total` [out, in], or adds it where there is `more`."""
+        """Puts grad [N, out] turned times rows [N, in] into `total` [out, in], or adds it where there is `more`.
+
+        Args:
+            grad, rows: from `Operand.columns`.
+        """
         ...
 
 
+class PlainOperand:
+    """See `Operand`; the rows as they are."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def place(self, at: slice) -> torch.Tensor:
+        return self._values[at]
+
+    def rows(self, at: slice, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def columns(self) -> torch.Tensor:
+        return self._values
+
+
 class PlainProducts:
-    """See `Products`; in the operands' own type.
+    """See `Products`; in the rows' own type.
 
     Args:
         matrices: [out, in] by name.
@@ -56,11 +92,11 @@ class PlainProducts:
     def __init__(self, matrices: Mapping[str, torch.Tensor]) -> None:
         self._matrices = matrices
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def operand(self, values: torch.Tensor) -> PlainOperand:
+        return PlainOperand(values)
 
-    def columns(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def room(self, count: int, width: int, like: torch.Tensor) -> PlainOperand:
+        return PlainOperand(like.new_empty(count, width))
 
     def forward(
         self, rows: torch.Tensor, name: str, out: torch.Tensor | None = None, add: torch.Tensor | None = None
@@ -76,27 +112,51 @@ class PlainProducts:
         sum_up(total, grad, rows, more)
 
 
+class Float8Operand:
+    """See `Operand`; rounded rows, and where nobody else reads them, no others."""
+
+    def __init__(self, ops: ModuleType, rounded: Quantized, like: torch.Tensor, values: torch.Tensor | None) -> None:
+        self._ops, self._rounded, self._like, self._values = ops, rounded, like, values
+
+    def place(self, at: slice) -> torch.Tensor:
+        if self._values is not None:
+            return self._values[at]
+        return self._like.new_empty(at.stop - at.start, self._rounded.values.shape[1])
+
+    def rows(self, at: slice, x: torch.Tensor) -> Quantized:
+        found: Quantized = self._ops.quantize_rows(x, self._rounded.part(at))
+        return found
+
+    def columns(self) -> Quantized:
+        found: Quantized = self._ops.quantize_columns(self._rounded)
+        return found
+
+
 class Float8Products:
     """See `Products`; in float8 with a scale for each row of both operands.
 
     Args:
         ops: `plain` or `cuda`.
-        matrices: [out, in] by name, of any type; they are quantised here, by outputs and by inputs.
+        matrices: [out, in] by name, of any type; they are rounded here.
         dtype: of the results.
     """
 
     def __init__(self, ops: ModuleType, matrices: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._ops, self._dtype = ops, dtype
         self._by_output: dict[str, Quantized] = {name: ops.quantize_rows(value) for name, value in matrices.items()}
-        self._by_input: dict[str, Quantized] = {name: ops.quantize_columns(value) for name, value in matrices.items()}
+        self._by_input: dict[str, Quantized] = {
+            name: ops.quantize_columns(value) for name, value in self._by_output.items()
+        }
 
-    def rows(self, x: torch.Tensor) -> Quantized:
-        found: Quantized = self._ops.quantize_rows(x)
-        return found
+    def add_part(self, name: str, whole: str, outputs: int) -> None:
+        """The first `outputs` rows of a matrix as one of its own, for `forward`."""
+        self._by_output[name] = self._by_output[whole].part(slice(0, outputs))
 
-    def columns(self, x: torch.Tensor) -> Quantized:
-        found: Quantized = self._ops.quantize_columns(x)
-        return found
+    def operand(self, values: torch.Tensor) -> Float8Operand:
+        return Float8Operand(self._ops, self._ops.quantized_room(len(values), values.shape[1], values), values, values)
+
+    def room(self, count: int, width: int, like: torch.Tensor) -> Float8Operand:
+        return Float8Operand(self._ops, self._ops.quantized_room(count, width, like), like, None)
 
     def forward(
         self, rows: Quantized, name: str, out: torch.Tensor | None = None, add: torch.Tensor | None = None

@@ -80,7 +80,8 @@ class Weights:
 
     Attributes:
         qkv: the projections, in the type to compute in.
-        products: with the matrices of `MATRICES`, and with qkv's hidden half as `hidden_all`.
+        products: with the matrices of `MATRICES`, and with qkv's hidden half as `hidden_all`, its part that makes
+            queries as `hidden_query`.
         norms: by the names of `NORMS`.
     """
 
@@ -104,8 +105,12 @@ class Weights:
         qkv = Halves(whole, len(named["q_proj"]), config.hidden_size)
         matrices = {name: named[name] if float8 else named[name].to(dtype) for name in MATRICES}
         matrices["hidden_all"] = qkv.hidden_all
-        products = Float8Products(ops, matrices, dtype) if float8 else PlainProducts(matrices)
-        return cls(qkv, products, {name: named[name] for name in NORMS})
+        norms = {name: named[name] for name in NORMS}
+        if not float8:
+            return cls(qkv, PlainProducts(matrices | {"hidden_query": qkv.hidden_query}), norms)
+        products = Float8Products(ops, matrices, dtype)
+        products.add_part("hidden_query", "hidden_all", qkv.query_width)
+        return cls(qkv, products, norms)
 
 
 class KeptWeights:
@@ -165,7 +170,7 @@ class Gradients:
         self.norm_sums = {name: norm_sums(len(self._named[name]), example) for name in NORMS}
 
     def add(self, name: str, grad: Any, rows: Any) -> None:
-        """Adds grad [N, out]^T times rows [N, in], both from `Products.columns`, to a matrix of `MATRICES` or
+        """Adds grad [N, out]^T times rows [N, in], both from `Operand.columns`, to a matrix of `MATRICES` or
         `hidden_all`."""
         self._products.add_gradient(self._totals[name], grad, rows, name in self._begun)
         self._begun.add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused import plain
-from eagle3.draft.fused.quantized import LARGEST, Quantized
+from eagle3.draft.fused.quantized import Quantized
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss, count_terms
 from eagle3.errors import ProblemsError
 
 from .cases import gradients, make_batch, make_document, make_head, make_model, make_vocab, random_documents, run_loss
 
+LARGEST = 448.0
 HALF_STEP = 1 / 16  # of e4m3's 3 bits, relative
 
 
@@ -29,21 +31,33 @@ def rows_of_all_sizes() -> torch.Tensor:
     return x * torch.logspace(-12, 12, 40, dtype=torch.float64)[:, None]
 
 
-def test_rows_are_rounded_to_three_bits_of_their_own_scale() -> None:
+def test_rows_are_rounded_to_three_bits_with_a_power_of_two_as_their_scale() -> None:
     x = rows_of_all_sizes()
     found = plain.quantize_rows(x)
     assert found.values.dtype == torch.float8_e4m3fn and found.values.shape == x.shape
-    peaks = x.abs().amax(1)
-    torch.testing.assert_close(found.scales, peaks / LARGEST, rtol=1e-12, atol=0)
-    smallest = (peaks / LARGEST * 2**-9)[:, None]  # e4m3's least step
-    assert ((widened(found) - x).abs() <= (x.abs() * HALF_STEP).clamp(min=smallest / 2) * (1 + 1e-9)).all()
-    assert (found.values.double().abs().amax(1) == LARGEST).all()
+    peaks, scales = x.abs().amax(1), found.scales.double()
+    assert torch.equal(scales.log2(), scales.log2().round())
+    assert (peaks <= LARGEST * scales * (1 + 1e-7)).all() and (peaks > LARGEST / 2 * scales).all()
+    smallest = (scales * 2**-9)[:, None]  # e4m3's least step
+    assert ((widened(found) - x).abs() <= (x.abs() * HALF_STEP).clamp(min=smallest / 2) * (1 + 1e-6)).all()
 
 
-def test_columns_are_the_rows_of_the_turned_matrix() -> None:
-    x = rows_of_all_sizes()
-    found, expected = plain.quantize_columns(x), plain.quantize_rows(x.T)
-    assert torch.equal(widened(found), widened(expected)) and found.values.shape == (96, 40)
+@pytest.mark.parametrize("peak", [448.0, 448.1, 256.0, 255.9, 1.0, 7.0, 7.001, 3.4e38, 1.2e-38])
+def test_the_scale_is_the_least_that_fits(peak: float) -> None:
+    found = plain.quantize_rows(torch.tensor([[peak, -peak / 3]], dtype=torch.float64))
+    scale = max(2.0 ** math.ceil(math.log2(max(peak, 1e-30) / LARGEST)), 0)
+    assert found.scales.item() == scale
+
+
+def test_columns_are_the_rounded_rows_with_a_scale_for_each_column() -> None:
+    x = rows_of_all_sizes()[15:25]
+    rows = plain.quantize_rows(x)
+    columns = plain.quantize_columns(rows)
+    assert columns.values.shape == (96, 10)
+    difference = (widened(columns).T - widened(rows)).abs()
+    least = columns.scales.double() * 2**-9
+    assert (difference <= least / 2).all()  # only what is below e4m3's least number is rounded once more
+    assert (difference[-3:] == 0).all()
 
 
 def test_zero_rows_stay_zero_and_what_is_not_finite_is_seen() -> None:
@@ -103,14 +117,14 @@ def test_weights_are_rounded_once_while_they_are_kept_and_anew_for_others(monkey
     module = TTTLoss(model, make_vocab(), settings)
     counts = count_terms(batch, make_head(), make_vocab(), settings)
     seen: list[int] = []
-    original = plain.quantize_columns
+    original = plain.quantize_rows
 
-    def counting(x: torch.Tensor) -> Quantized:
+    def counting(x: torch.Tensor, out: Quantized | None = None) -> Quantized:
         if any(x.data_ptr() == value.data_ptr() for value in model.parameters()):
             seen.append(x.data_ptr())
-        return original(x)
+        return original(x, out)
 
-    monkeypatch.setattr(plain, "quantize_columns", counting)
+    monkeypatch.setattr(plain, "quantize_rows", counting)
     with module.keeping_weights():
         losses = [module(batch, counts, counts.in_vocab).loss.item() for _ in range(3)]
     assert len(seen) == len(set(seen)) == 5 and len(set(losses)) == 1  # o, gate, up, down, head

@@ -44,11 +44,11 @@ def test_a_run_in_float8_is_near_the_same_run_in_float32(tmp_path: Path) -> None
     losses = []
     for name, float8 in (("plain", False), ("float8", True)):
         ttt = {"steps": 2, "float8": float8}
-        run_training(train_config(store, tmp_path / name, ttt=ttt, draft=draft, epochs=3))
+        run_training(train_config(store, tmp_path / name, ttt=ttt, draft=draft))
         records = read_log(tmp_path / name / "log.jsonl")
         losses.append([record["loss"] for record in records if record["kind"] == "train"])
     assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
 
 
 def test_a_run_that_cannot_is_refused_before_anything_is_written(tmp_path: Path) -> None:
