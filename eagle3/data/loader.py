@@ -35,11 +35,12 @@ class BatchPlan:
     Attributes:
         seed: of the order.
         lengths: tokens of each sample; index i of the plan is sample i of this list.
-        max_length: longest row, in tokens; longer samples count as cut.
+        max_length: longest sample, in tokens; longer ones count as cut.
         batch_size: rows in a micro-batch on each rank.
         accumulate: micro-batches in a window on each rank.
         world_size: ranks.
         pack: several samples in a row, as many as fit.
+        row_tokens: room of such a row, in tokens, at least `max_length`; None: `max_length`.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class BatchPlan:
     accumulate: int = 1
     world_size: int = 1
     pack: bool = False
+    row_tokens: int | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,7 +74,8 @@ class BatchPlan:
     def _rows(self, order: Sequence[int]) -> list[Row]:
         if not self.pack:
             return [[index] for index in order]
-        packed = pack_rows([min(self.lengths[index], self.max_length) for index in order], self.max_length)
+        lengths = [min(self.lengths[index], self.max_length) for index in order]
+        packed = pack_rows(lengths, self.row_tokens or self.max_length)
         return [[order[place] for place in row] for row in packed]
 
 
@@ -194,7 +197,7 @@ def load_windows(
         reader: the store.
         windows: of `BatchPlan.epoch`; slice it to resume in the middle of an epoch.
         indices: the plan's sample i is sample `indices[i]` of the store.
-        max_length: longest row, in tokens.
+        max_length: longest sample, in tokens.
         rank: of this process.
         threads: that read, see `RowReader`.
     """

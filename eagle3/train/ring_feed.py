@@ -65,7 +65,7 @@ def check_ring(config: TrainConfig, reader: RingReader, windows: RingWindows) ->
         )
         fix = (
             f"begin another ring with ring.max_bytes={needed} or, better, several times that; or lower "
-            "shard_max_bytes or shard_max_samples there, or batch_size * accumulate here"
+            "shard_max_bytes or shard_max_samples there, or batch_size (batch_tokens) * accumulate here"
         )
         problems.append(Problem(where, "ring.too_small", message, fix))
     return problems
@@ -92,8 +92,9 @@ def ring_windows(config: TrainConfig, reader: RingReader, world_size: int) -> Ri
         batch_size=config.batch_size,
         accumulate=config.accumulate,
         world_size=world_size,
-        pack=config.pack,
+        pack=config.packs,
         seed=config.seed,
+        row_tokens=config.batch_tokens,
     )
 
 

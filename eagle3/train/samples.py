@@ -65,7 +65,8 @@ class SampleSet:
             batch_size=config.batch_size,
             accumulate=config.accumulate,
             world_size=world_size,
-            pack=config.pack,
+            pack=config.packs,
+            row_tokens=config.batch_tokens,
         )
         most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
         return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))

@@ -185,7 +185,7 @@ class Trainer:
         """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
         if self.samples.heldout is None:
             return False
-        found = evaluate(self.module, self.head, self.samples.heldout, self.config.batch_size, self.accelerator)
+        found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.accelerator)
         self._log("eval", **asdict(found))
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):
