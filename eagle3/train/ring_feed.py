@@ -21,7 +21,7 @@ from eagle3.data.ring_folder import read_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
-from eagle3.data.store_format import ShardInfo
+from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import Problem, problem_error
 from eagle3.files import size_text
@@ -32,7 +32,7 @@ class RingSamples:
     """The training samples of a ring: all of them, each once an epoch, in these windows."""
 
     reader: RingReader
-    windows: RingWindows
+    steps: RingWindows
 
     def count_supervised(self) -> torch.Tensor:
         """int64 [V]: occurrences of each target id at supervised positions."""
@@ -40,8 +40,20 @@ class RingSamples:
 
     def feed(self, config: TrainConfig, world_size: int) -> RingFeed:
         assert config.ring is not None
-        assert self.windows.world_size == world_size
-        return RingFeed(self.reader, self.windows, config.ring.rewind)
+        assert self.steps.world_size == world_size
+        return RingFeed(self.reader, self.steps, config.ring.rewind)
+
+    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+        """See `TrainSamples`."""
+        return ring_windows(config, self.reader, world_size).windows
+
+    def info(self, place: int) -> SampleInfo:
+        """See `TrainSamples`."""
+        return self.steps.sample(place)
+
+    def loss_mask(self, place: int) -> torch.Tensor | None:
+        """See `TrainSamples`."""
+        return None
 
 
 def check_ring(config: TrainConfig, reader: RingReader, windows: RingWindows) -> list[Problem]:
