@@ -57,9 +57,12 @@ class Card:
     name: str
     free: int
 
+    def left(self, peak: int) -> int:
+        """Bytes that nobody uses where blocks take so many; below 0, it does not fit."""
+        return int(self.free - _CONTEXT - peak * (1 + _SPARE))
+
     def holds(self, peak: int) -> bool:
-        """Whether the allocator can have so many bytes in blocks."""
-        return peak * (1 + _SPARE) + _CONTEXT <= self.free
+        return self.left(peak) >= 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
     run = make_run(config, samples, ttt_settings(config), processes)
     worst = find_worst(samples.train, config, run)
     evaluation = _evaluation(run, samples)
-    need = max(worst.bound, evaluation)
-    most = _most_tokens(samples, config, run, card) if card.holds(evaluation) else 0
+    most = _most_tokens(samples, config, run, card)
+    problems = list(_too_large(config, card, worst.bound, evaluation, most))
     lines = [*_head_lines(config, run), *samples.notes, *_batch_lines(worst), *_table(worst)]
     lines += [f"no micro-batch can take more than {size_text(worst.bound)}"]
     if samples.heldout is not None:
@@ -102,10 +105,10 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         f"card: {card.name}; {size_text(_CONTEXT)} of it are left for CUDA's context and the kernels, and {_SPARE:.0%} "
         f"of the peak for gaps between blocks{more}"
     )
-    if card.holds(need):
-        lines.append(f"it fits: {_left(card, need)} to spare")
+    if not problems:
+        lines.append(f"it fits: {size_text(card.left(max(worst.bound, evaluation)))} to spare")
     lines.append(_most_line(most, config))
-    return MemoryPlan(lines, [] if card.holds(need) else [_does_not_fit(config, card, need, most)])
+    return MemoryPlan(lines, problems)
 
 
 def find_card(device_memory: float | None) -> tuple[Card | None, list[Problem]]:
@@ -191,7 +194,7 @@ def _batch_lines(worst: Worst) -> Iterator[str]:
         f"{worst.count:,} micro-batches of all processes"
         + (f"; the loss masks of the {worst.read} that may take most were read" if worst.read else "")
     )
-    chunks = f"{len(sizes.chunks)} chunks of at most {max((counts[0] for counts in sizes.chunks), default=0):,}"
+    chunks = f"{len(sizes.chunks)} chunk(s) of at most {max((counts[0] for counts in sizes.chunks), default=0):,}"
     found = "the largest" if worst.read else "the largest, at most (a ring's loss masks are not known before)"
     yield (
         f"{found}: {batch.tokens:,} tokens in {len(batch.rows)} row(s), {sizes.supervised:,} of them supervised; "
@@ -210,17 +213,14 @@ def _table(worst: Worst) -> list[str]:
             parts = [entry for entry in ledger.entries if entry.group == group and group in _SHOWN and entry.size]
             for entry in parts if len(parts) > 1 else ():
                 first, second = (entry.size if phase in entry.phases else 0 for phase in (peak, "update"))
-                table.append((f"  {entry.name}", size_text(first), size_text(second)))
+                if first or second:
+                    table.append((f"  {entry.name}", size_text(first), size_text(second)))
     table.append(("together", size_text(ledger.peak), size_text(ledger.at("update"))))
     return [*aligned(table), f"the peak is in {_PHASES[peak]}"]
 
 
 _SHOWN = ("weights", "gradients", "batch", "teacher")
 """Groups whose parts are shown."""
-
-
-def _left(card: Card, need: int) -> str:
-    return size_text(int(card.free - _CONTEXT - need * (1 + _SPARE)))
 
 
 def _most_line(most: int, config: TrainConfig) -> str:
@@ -231,7 +231,13 @@ def _most_line(most: int, config: TrainConfig) -> str:
     return f"the largest batch_tokens that fits: {most}"
 
 
-def _does_not_fit(config: TrainConfig, card: Card, need: int, most: int) -> Problem:
-    message = f"the run may take {size_text(need)}, which with what must be left is more than {card.name}"
-    less = f"set batch_tokens={most} or less" if most else f"lower ttt.chunk={config.ttt.chunk} or max_length"
-    return Problem("device memory", "plan.does_not_fit", message, f"{less}, or take a card with more memory")
+def _too_large(config: TrainConfig, card: Card, training: int, evaluation: int, most: int) -> Iterator[Problem]:
+    said = f"which with what must be left is more than there is: {card.name}"
+    if not card.holds(training):
+        less = f"set batch_tokens={most} or less" if most else f"lower ttt.chunk={config.ttt.chunk} or max_length"
+        message = f"a micro-batch may take {size_text(training)}, {said}"
+        yield Problem("device memory", "plan.does_not_fit", message, f"{less}, or take a card with more memory")
+    if not card.holds(evaluation):
+        message = f"an evaluation may take about {size_text(evaluation)}, {said}"
+        fix = "lower max_length, evaluate on shorter samples (eval_dataset), or pass eval_fraction=0"
+        yield Problem("device memory", "plan.does_not_fit", message, fix)
