@@ -18,6 +18,8 @@ MOMENT_BYTES: dict[Moments, float] = {"float32": 8}
 """Bytes that AdamW keeps of a parameter, both moments, by their type."""
 _EVALUATED_TOKENS = 8192
 """Of a forward pass of `evaluate.acceptance`."""
+_STATES = 20
+"""Vectors of the hidden width that a chain has in `ttt.unroll`, about."""
 _SCORE_BYTES = 12
 """Of a query, a head and a key in `draft.attention`: scores, their copy, the softmax in float32 and what it reads."""
 
@@ -86,12 +88,19 @@ def evaluation_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
     Args:
         samples: (T, L) of the held-out samples.
     """
-    draft, embedding = run.draft, run.draft.vocab_size * run.draft.hidden_size
+    embedding = run.draft.vocab_size * run.draft.hidden_size
     kept = run.trained * (run.types.weights + 2) + moment_bytes(run.trained, run.moments)
     kept += embedding * (run.types.embedding + run.types.head)
     kept += run.trained * run.types.weights * (run.processes > 1)
+    return kept + unrolled_bytes(run, samples)
+
+
+def unrolled_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
+    """Batch and activations of an evaluation: more than it takes, by up to a third where documents are long."""
+    draft = run.draft
     scores = _SCORE_BYTES * draft.num_attention_heads * max(tokens * supervised for tokens, supervised in samples)
     tokens = max(_EVALUATED_TOKENS, max(tokens for tokens, _ in samples))
     chains = tokens * sum(supervised for _, supervised in samples) // sum(tokens for tokens, _ in samples)
     states = tokens * (draft.num_aux * (run.types.states + 2) + 8) * draft.hidden_size
-    return kept + scores + states + chains * (4 * draft.intermediate_size + 2 * draft.draft_vocab_size) * 2
+    attention = scores + chains * _STATES * draft.hidden_size * 2
+    return states + max(attention, chains * 2 * max(3 * draft.intermediate_size, draft.draft_vocab_size))

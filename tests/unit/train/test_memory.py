@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +20,14 @@ from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused.memory import Sizes, Types
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftModel
-from eagle3.draft.ttt import TTTLoss
+from eagle3.draft.ttt import TTTLoss, unroll
 from eagle3.draft.vocab import DraftVocab
-from eagle3.train.memory import Place, Run, moment_bytes, run_ledger
+from eagle3.train.memory import Place, Run, moment_bytes, run_ledger, unrolled_bytes
 from eagle3.train.optim import make_optimizer
 from eagle3.train.window import accumulate_window
 from tests.unit.draft.cases import make_batch, make_config, make_document
 from tests.unit.draft.storages import StorageCount
+from tests.unit.draft.test_memory import KIMI, meta_batch, plan_of, tensors_of
 
 LARGE = make_config(
     hidden_size=256, target_hidden_size=256, intermediate_size=4096, head_dim=64, vocab_size=600, draft_vocab_size=512
@@ -73,6 +75,25 @@ def test_gradients_exist_as_often_as_the_ledger_says(ddp: bool, micro_batches: i
     assert count.peak == pytest.approx(gradients + copies, rel=0.05)
     kept = sum(e.size for e in ledger.entries if e.group == "gradients" and "update" in e.phases)
     assert count.alive == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize(("documents", "fraction"), [(2, 0.4), (2, 1.0), (8, 0.4)])
+def test_an_evaluation_takes_about_what_is_said(documents: int, fraction: float) -> None:
+    """Its bfloat16 code without numbers; autocast's casts of activations come on top, and are not many."""
+    tokens = 8192
+    plan, supervised = plan_of(tokens, documents, fraction)
+    batch, count = meta_batch(KIMI, Types(), tokens, supervised), StorageCount()
+    with torch.device("meta"):
+        model = DraftModel(KIMI).bfloat16()
+    count.know([*model.parameters(), *tensors_of(batch)])
+    with torch.no_grad(), count:
+        for output in islice(unroll(model, batch, plan.to(torch.device("meta"))), 3):
+            model.logits(output).argmax(-1)
+    said = unrolled_bytes(
+        Run(KIMI, TTTSettings(), Types()), [(tokens // documents, supervised // documents)] * documents
+    )
+    found = count.peak + batch.aux.nbytes
+    assert found < said < (1.35 if documents == 2 else 2) * found
 
 
 def test_moments_are_as_large_as_the_table_says() -> None:
