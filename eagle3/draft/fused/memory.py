@@ -95,7 +95,7 @@ def counted_bytes(config: DraftConfig, sizes: Sizes) -> int:
     return _teacher_bytes(config, sizes) + _row_bytes(sizes)
 
 
-def fused_parameters(config: DraftConfig) -> int:
+def _fused_parameters(config: DraftConfig) -> int:
     """Parameters of the matrices that the fused step reads: all trained ones but `fc` and the norms."""
     heads = 3 * config.num_attention_heads + 4 * config.num_key_value_heads
     return config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size + config.draft_vocab_size)
@@ -103,8 +103,8 @@ def fused_parameters(config: DraftConfig) -> int:
 
 def _weights(config: DraftConfig, types: Types) -> Iterator[Entry]:
     trained, embedding = config.parameter_counts()["trainable"], config.vocab_size * config.hidden_size
-    matrices, narrow = fused_parameters(config), types.weights == _BF16
-    query, pair = widths(config)
+    matrices, narrow = _fused_parameters(config), types.weights == _BF16
+    query, pair = _widths(config)
     projections, fc = (query + pair) * 2 * config.hidden_size, _fc_parameters(config)
     yield Entry("weights", "trained weights", trained * types.weights)
     yield Entry("weights", "frozen embedding", embedding * types.embedding)
@@ -142,12 +142,12 @@ def _batch(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
 
 def _step(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     yield from _fused_states(config, types, sizes)
-    for name, size in shared_sizes(config, sizes.sources, sizes.chains).items():
+    for name, size in _shared_sizes(config, sizes.sources, sizes.chains).items():
         yield Entry("activations", name, size, span("share", "finish"))
     yield Entry("workspace", "sharing", _sharing(config, sizes), span("share", "share"))
     chunk = max(sizes.chunks, key=sum, default=[0])
     live = {"forward": span("forward", "sums"), "head": span("head", "sums"), "backward": span("backward", "sums")}
-    for phase, tensors in chunk_sizes(config, chunk).items():
+    for phase, tensors in _chunk_sizes(config, chunk).items():
         for name, size in tensors.items():
             yield Entry("activations", name, size, live[phase])
     yield from _chunk_workspace(config, types, chunk)
@@ -171,62 +171,56 @@ def _fused_states(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[E
     yield Entry("activations", "step 0's states, the tokens' embeddings", both, span("fuse", "finish"))
 
 
-def shared_sizes(config: DraftConfig, sources: int, chains: int, element: int = _BF16) -> dict[str, int]:
-    """Bytes of what chunks share, by the names of `Step`'s tensors.
-
-    Args:
-        element: bytes of an element that is computed with.
-    """
-    hidden, (query, pair) = config.hidden_size, widths(config)
-    sums = max(element, _SUMS)
+def _shared_sizes(config: DraftConfig, sources: int, chains: int) -> dict[str, int]:
+    """Bytes of what chunks share, by the names of `Step`'s tensors."""
+    hidden, (query, pair) = config.hidden_size, _widths(config)
     states, pairs, queries = sources * hidden, sources * pair, chains * query
     programs = -(-sources // KEY_BLOCK) * config.num_key_value_heads
     group = config.num_attention_heads // config.num_key_value_heads
     splits = min(group, -(-_PROGRAMS // max(programs, 1)))
     return {
-        "shared_query": queries * element,
-        "shared_pair": pairs * element,
-        "first": states * element,
-        "keys_values": pairs * element,
-        "turn": sources * config.head_dim * sums,
-        "hidden_grad": states * element,
-        "first_grad": states * element,
-        "shared_query_grad": queries * sums,
-        "shared_pair_grad": pairs * sums,
-        "source_sums": splits * pairs * sums,
+        "shared_query": queries * _BF16,
+        "shared_pair": pairs * _BF16,
+        "first": states * _BF16,
+        "keys_values": pairs * _BF16,
+        "turn": sources * config.head_dim * _SUMS,
+        "hidden_grad": states * _BF16,
+        "first_grad": states * _BF16,
+        "shared_query_grad": queries * _SUMS,
+        "shared_pair_grad": pairs * _SUMS,
+        "source_sums": splits * pairs * _SUMS,
     }
 
 
-def chunk_sizes(config: DraftConfig, counts: Sequence[int], element: int = _BF16) -> dict[str, dict[str, int]]:
+def _chunk_sizes(config: DraftConfig, counts: Sequence[int]) -> dict[str, dict[str, int]]:
     """Bytes of a chunk's tensors, by the phase that makes them (all live to the chunk's end) and `ChunkStep`'s names.
 
     Args:
         counts: the chunk's chains at each step.
-        element: as in `shared_sizes`.
     """
-    hidden, heads, (query, pair) = config.hidden_size, config.num_attention_heads, widths(config)
-    rows, first, sums = sum(counts), counts[0], max(element, _SUMS)
-    state, wide = rows * hidden * element, rows * config.intermediate_size * element
+    hidden, heads, (query, pair) = config.hidden_size, config.num_attention_heads, _widths(config)
+    rows, first = sum(counts), counts[0]
+    state, wide = rows * hidden * _BF16, rows * config.intermediate_size * _BF16
     forward = {name: state for name in ("normed", "middle", "middle_normed", "outputs")}
     forward |= {"handed_on": state} if config.norm_output else {}
     forward |= {name: wide for name in ("gates", "ups", "acts")}
-    forward |= {name: rows * query * element for name in ("queries", "attended")}
-    forward |= {name: rows * heads * sums for name in ("log_sums", "means")}
-    forward |= {name: rows * sums for name in ("normed_factors", "middle_factors")}
-    forward |= {"own": (len(counts) - 1) * first * pair * element, "start": first * hidden * element}
-    forward |= {"turns": rows * config.head_dim * sums}
+    forward |= {name: rows * query * _BF16 for name in ("queries", "attended")}
+    forward |= {name: rows * heads * _SUMS for name in ("log_sums", "means")}
+    forward |= {name: rows * _SUMS for name in ("normed_factors", "middle_factors")}
+    forward |= {"own": (len(counts) - 1) * first * pair * _BF16, "start": first * hidden * _BF16}
+    forward |= {"turns": rows * config.head_dim * _SUMS}
     return {
         "forward": forward,
-        "head": {"output_grad": state, "output_factors": rows * sums},
+        "head": {"output_grad": state, "output_factors": rows * _SUMS},
         "backward": {
             "middle_grad": state,
-            "attended_grad": rows * query * element,
-            "qkv_grad": rows * (query + pair) * element,
+            "attended_grad": rows * query * _BF16,
+            "qkv_grad": rows * (query + pair) * _BF16,
         },
     }
 
 
-def widths(config: DraftConfig) -> tuple[int, int]:
+def _widths(config: DraftConfig) -> tuple[int, int]:
     """q and p."""
     return config.num_attention_heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim
 
@@ -245,7 +239,7 @@ def _fc_parameters(config: DraftConfig) -> int:
 
 def _chunk_workspace(config: DraftConfig, types: Types, counts: Sequence[int]) -> Iterator[Entry]:
     """The most that a chunk's phases take besides what they keep."""
-    hidden, (query, pair) = config.hidden_size, widths(config)
+    hidden, (query, pair) = config.hidden_size, _widths(config)
     first, later = counts[0], counts[1] if len(counts) > 1 else 0
     forward = max(first * query, later * (query + pair)) * _BF16
     yield Entry("workspace", "queries, keys and values", forward, span("forward", "forward"))
@@ -268,11 +262,11 @@ def _product(types: Types, rows: int, columns: int) -> int:
 
 
 def _sharing(config: DraftConfig, sizes: Sizes) -> int:
-    return sizes.sources * (config.hidden_size + widths(config)[1]) * _BF16
+    return sizes.sources * (config.hidden_size + _widths(config)[1]) * _BF16
 
 
 def _finishing(config: DraftConfig, types: Types, sizes: Sizes) -> int:
-    hidden, (query, pair) = config.hidden_size, widths(config)
+    hidden, (query, pair) = config.hidden_size, _widths(config)
     pairs = sizes.sources * pair
     rows = (sizes.sources * hidden + pairs + sizes.chains * (query + hidden)) * _BF16
     return pairs * _BF16 + max(pairs * (_SUMS + _BF16), pairs * _BF16 + rows + query * hidden * types.weights)
