@@ -4,11 +4,11 @@
     python benchmarks/train_step.py --shape kimi --tokens 16384 --documents 4 --peer my_adapter.py
 
 Prints a JSON line per setting: median and spread of the step's seconds, tokens/s (all tokens of the packed row, as
-peers count) and peak memory, without optimizer. `matmul_share` is the share of the step that its matrix products take
-when each of their shapes is timed on its own in the same run: with everything else free it would be 1. Answers are
-spans of 100 to 400 tokens; the target's greedy tokens are in the draft vocab, so that no row's gradient is zero.
-Weights and gradients are bfloat16 (`--weights mixed`: float32 under autocast, as the trainer runs). On a
-CPU use `--shape tiny`.
+peers count) and peak memory, without optimizer; `planned_gib` is what `eagle3 train --plan` reckons for it on a GPU.
+`matmul_share` is the share of the step that its matrix products take when each of their shapes is timed on its own in
+the same run: with everything else free it would be 1. Answers are spans of 100 to 400 tokens; the target's greedy
+tokens are in the draft vocab, so that no row's gradient is zero. Weights and gradients are bfloat16 (`--weights mixed`:
+float32 under autocast, as the trainer runs). On a CPU use `--shape tiny`.
 
 A peer is a file with `build(config: dict) -> state`, given the drafter's shape, and `step(state, batch: dict) -> None`,
 which runs forward and backward of one row: `input_ids`, `loss_mask`, `document_ids`, `position_ids` [1, T], `aux`
@@ -32,7 +32,9 @@ import torch
 from matmul_limit import matmul_seconds
 
 from eagle3.draft.batch import DraftBatch
+from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
+from eagle3.draft.fused.memory import Sizes, Types, step_ledger
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftModel
 from eagle3.draft.planned import plan_batch
@@ -74,6 +76,8 @@ def main() -> None:
             batch = make_batch(args.shape, tokens, args.documents, fraction, device)
             step = make_step(module, head, batch, ttt)
             result = measure(step, batch, args.repeats)
+            if ttt.chunk is not None:
+                result["planned_gib"] = round(planned_bytes(module, batch, ttt) / 2**30, 2)
             result["matmul_share"] = round(matmul_seconds(step, device) / result["seconds"], 3)
             setting |= {"weights": args.weights, "float8": args.float8}
             print(json.dumps({**setting, "step": "eagle3", **result}), flush=True)
@@ -156,13 +160,21 @@ def make_step(module: TTTLoss, head: TargetHead, batch: DraftBatch, ttt: TTTSett
     def step() -> None:
         module.zero_grad()
         planned = plans.pop().result()
-        plans.append(planner.submit(plan_batch, *masks, ttt))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             counts = count_terms(replace(batch, planned=planned), head, module.vocab, ttt)
             output = module(batch, counts, counts.in_vocab)
         output.loss.backward()
+        plans.append(planner.submit(plan_batch, *masks, ttt))
 
     return step
+
+
+def planned_bytes(module: TTTLoss, batch: DraftBatch, ttt: TTTSettings) -> int:
+    """What `eagle3 train --plan` says of this step's peak on a GPU in bfloat16."""
+    assert ttt.chunk is not None
+    plan = plan_chains(batch.loss_mask.cpu(), batch.document_ids, ttt.steps, ttt.chain_rule)
+    sizes = Sizes.of(plan, batch.input_ids.numel(), len(batch.last_hidden), ttt.chunk)
+    return step_ledger(module.model.config, Types(module.model.fc.weight.element_size(), 2), sizes).peak
 
 
 def peer_batch(batch: DraftBatch, head: TargetHead, module: TTTLoss) -> dict[str, Any]:

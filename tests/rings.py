@@ -87,9 +87,8 @@ def slowly(number: int) -> None:
 
 def ring_config(folder: Path, output: Path, **values: object) -> TrainConfig:
     """A config for `ring_plan`: two epochs, two samples a step."""
-    return train_config(
-        folder, output, **{"ring": {"wait_seconds": 20}, "epochs": 2, "batch_size": 2, "save_every": 5, **values}
-    )
+    two = {} if "batch_tokens" in values else {"batch_size": 2}
+    return train_config(folder, output, **{"ring": {"wait_seconds": 20}, "epochs": 2, **two, "save_every": 5, **values})
 
 
 def without_ring(config: TrainConfig, dataset: Path, output: Path) -> TrainConfig:

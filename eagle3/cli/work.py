@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ from eagle3.config import (
     ServeConfig,
     TrainConfig,
 )
-from eagle3.errors import EXIT_PROBLEMS
+from eagle3.errors import EXIT_PROBLEMS, problem_error
 
 work_app = typer.Typer()
 
@@ -75,16 +76,31 @@ def train(
     stream: Annotated[
         bool, typer.Option("--stream", help="From a ring that `extract --stream` fills (docs/ring.md).")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what device memory this takes, and the most tokens that fit, and stop.")
+    ] = False,
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="With --plan: a card's memory; default: the first GPU's.")
+    ] = None,
 ) -> None:
     """Fits a drafter on a hidden-state store.
 
     With several processes: accelerate launch train.py (docs/training.md).
     """
-    from eagle3.train.trainer import run_training
-
     cfg = run_config(TrainConfig, config, overrides)
     if stream and cfg.ring is None:
         cfg = cfg.model_copy(update={"ring": RingReadSection()})
+    if plan:
+        from eagle3.train.plan import plan_memory
+
+        found = plan_memory(cfg, device_memory)
+        if os.environ.get("RANK", "0") == "0":
+            print(found.render())
+        raise typer.Exit(EXIT_PROBLEMS if found.problems else 0)
+    if device_memory is not None:
+        raise problem_error("--device-memory", "plan.device", "is given without --plan", "pass --plan too, or neither")
+    from eagle3.train.trainer import run_training
+
     result = run_training(cfg)
     if result.is_main_process:
         print(result.render())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from eagle3.config.base import PathText, PositiveInt, Section
 from eagle3.config.cache import CacheSection
@@ -359,12 +359,15 @@ class TrainConfig(Section):
     """Stop after so many optimiser steps (the schedule ends there too)."""
     batch_size: PositiveInt = 1
     """Rows in a micro-batch on each process."""
+    batch_tokens: PositiveInt | None = None
+    """Most tokens in a micro-batch on each process: whole samples (cut to max_length) packed into one row; in place of
+    batch_size and pack."""
     accumulate: PositiveInt = 1
     """Micro-batches of an optimiser step on each process."""
     pack: bool = False
     """Put several samples into one row of `max_length` tokens (they never attend to each other)."""
     max_length: PositiveInt = 2048
-    """Longest row, in tokens; longer samples are cut at the right."""
+    """Longest sample, and without batch_tokens longest row, in tokens; longer samples are cut at the right."""
     mixed_precision: Annotated[Literal["no", "bf16"], _word("no")] = "bf16"
     """Computation type; the weights are float32 either way, the moments as `optim.moments` says."""
     seed: Seed = 0
@@ -375,6 +378,43 @@ class TrainConfig(Section):
     """Optimiser steps between checkpoints; default: once an epoch."""
     keep_checkpoints: PositiveInt = 3
     """Newest checkpoints kept (the best one is kept besides)."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether several samples share a row."""
+        return self.pack or self.batch_tokens is not None
+
+    @property
+    def heldout_rows(self) -> int:
+        """Rows of a forward pass of an evaluation; each holds one sample."""
+        return self.batch_size if self.batch_tokens is None else self.batch_tokens // self.max_length
+
+    @model_validator(mode="after")
+    def _has_one_size_of_batches(self) -> Self:
+        if self.batch_tokens is None:
+            return self
+        if given := [name for name in _REPLACED if name in self.model_fields_set]:
+            both = " and ".join(f"{name}={getattr(self, name)}" for name in given)
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is given together with {both}: a micro-batch is one packed row of "
+                f"at most batch_tokens tokens, or batch_size rows; leave out batch_tokens or {' and '.join(given)}"
+            )
+        if self.batch_tokens < self.max_length:
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so a sample of that "
+                "length would not fit into a micro-batch; raise batch_tokens or lower max_length"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_replaced(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        replaced = () if self.batch_tokens is None else _REPLACED
+        return {name: value for name, value in values.items() if name not in replaced}
+
+
+_REPLACED = ("batch_size", "pack")
+"""Keys in whose place `batch_tokens` stands."""
 
 
 class ServeConfig(Section):

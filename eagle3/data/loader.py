@@ -5,9 +5,11 @@ Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from random import Random
 
@@ -26,6 +28,8 @@ MicroBatch = list[list[Row]]
 """Rows of each rank; a rank's list may be empty."""
 Window = list[MicroBatch]
 """Micro-batches of one optimiser step."""
+Begun = Callable[[], list[DraftBatch]]
+"""Waits for a window that is being read: this rank's micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,12 @@ class BatchPlan:
     Attributes:
         seed: of the order.
         lengths: tokens of each sample; index i of the plan is sample i of this list.
-        max_length: longest row, in tokens; longer samples count as cut.
+        max_length: longest sample, in tokens; longer ones count as cut.
         batch_size: rows in a micro-batch on each rank.
         accumulate: micro-batches in a window on each rank.
         world_size: ranks.
         pack: several samples in a row, as many as fit.
+        row_tokens: room of such a row, in tokens, at least `max_length`; None: `max_length`.
     """
 
     seed: int
@@ -52,6 +57,7 @@ class BatchPlan:
     accumulate: int = 1
     world_size: int = 1
     pack: bool = False
+    row_tokens: int | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -75,7 +81,8 @@ class BatchPlan:
     def _rows(self, order: Sequence[int]) -> list[Row]:
         if not self.pack:
             return [[index] for index in order]
-        packed = pack_rows([min(self.lengths[index], self.max_length) for index in order], self.max_length)
+        lengths = [min(self.lengths[index], self.max_length) for index in order]
+        packed = pack_rows(lengths, self.row_tokens or self.max_length)
         return [[order[place] for place in row] for row in packed]
 
 
@@ -189,10 +196,34 @@ def load_windows(
     max_length: int,
     rank: int = 0,
     threads: int | None = None,
-    ttt: TTTSettings | None = None,
 ) -> Generator[list[DraftBatch], None, None]:
-    """This rank's micro-batches, a list for each window, in order; the next window is read in the background, by
-    several threads straight into the batches' memory.
+    """This rank's micro-batches, a list for each window, in order; the next window is read in the background.
+
+    Args:
+        reader, windows, indices, max_length, rank, threads: see `begin_windows`.
+    """
+    with closing(begin_windows(reader, windows, indices, max_length, rank, threads)) as begun:
+        current = None
+        for _ in windows:
+            ahead = next(begun)
+            if current is not None:
+                yield current()
+            current = ahead
+        if current is not None:
+            yield current()
+
+
+def begin_windows(
+    reader: StoreReader,
+    windows: Sequence[Window],
+    indices: Sequence[int],
+    max_length: int,
+    rank: int = 0,
+    threads: int | None = None,
+    ttt: TTTSettings | None = None,
+) -> Generator[Begun, None, None]:
+    """Begins to read a window each time that it is asked for the next one, by several threads straight into the
+    memory of this rank's micro-batches. Asked when there is none left, or closed, it stops reading.
 
     Args:
         reader: the store.
@@ -206,23 +237,43 @@ def load_windows(
     groups = [[indices[i] for micro_batch in window for row in micro_batch[rank] for i in row] for window in windows]
     planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
     with reader.ahead(groups) as done, RowReader(reader, threads) as states, planner:
-        ahead = None
         for window in windows:
             samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
             batches, jobs = _begin(reader, states, samples, max_length)
             plans = [planner.submit(plan_batch, batch.loss_mask, batch.document_ids, ttt) for batch in batches if ttt]
-            ahead, current = (batches, jobs, plans), ahead
-            if current is not None:
-                finished = _finish(*current)
-                done(1)
-                yield finished
-        if ahead is not None:
-            yield _finish(*ahead)
+            yield partial(_finish, batches, jobs, plans, done)
 
 
-def _finish(batches: list[DraftBatch], jobs: list[Reading], plans: list[Future[Planned]]) -> list[DraftBatch]:
+class Ahead:
+    """Takes windows that were begun, in order.
+
+    Args:
+        begun: begins a window each time that it is asked for the next one.
+    """
+
+    def __init__(self, begun: Iterator[Begun]) -> None:
+        self._begun = begun
+        self._next: Begun | None = None
+
+    def begin(self) -> None:
+        """Begins the next window if there is one; for when there is time for that."""
+        if self._next is None:
+            self._next = next(self._begun, None)
+
+    def take(self) -> list[DraftBatch]:
+        """Waits for the next window, which must be there."""
+        self.begin()
+        finish, self._next = self._next, None
+        assert finish is not None, "no window is left"
+        return finish()
+
+
+def _finish(
+    batches: list[DraftBatch], jobs: list[Reading], plans: list[Future[Planned]], done: Callable[[int], None]
+) -> list[DraftBatch]:
     """The batches, when they are read and planned."""
     wait_for(jobs)
+    done(1)
     if not plans:
         return batches
     return [replace(batch, planned=plan.result()) for batch, plan in zip(batches, plans, strict=True)]

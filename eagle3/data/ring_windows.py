@@ -24,12 +24,13 @@ class RingWindows:
 
     Attributes:
         ring: the ring's plan.
-        max_length: room of a row, in tokens; no sample is longer.
+        max_length: longest sample, in tokens; none is longer.
         batch_size: rows in a micro-batch on each rank.
         accumulate: micro-batches in a window on each rank.
         world_size: ranks.
         pack: several samples of a shard in a row, as many as fit.
         seed: of the order of packed rows within their shard.
+        row_tokens: room of a row that several samples share, in tokens, at least `max_length`; None: `max_length`.
     """
 
     ring: RingPlan
@@ -39,6 +40,7 @@ class RingWindows:
     world_size: int = 1
     pack: bool = False
     seed: int = 0
+    row_tokens: int | None = None
 
     @cached_property
     def epochs(self) -> list[list[Window]]:
@@ -116,6 +118,6 @@ class RingWindows:
         lengths = [sample.tokens for sample in self.ring.infos(number)]
         if not self.pack:
             return [[start + place] for place in range(len(lengths))]
-        rows = [[start + place for place in row] for row in pack_rows(lengths, self.max_length)]
+        rows = [[start + place for place in row] for row in pack_rows(lengths, self.row_tokens or self.max_length)]
         Random(f"{self.seed}:{number}").shuffle(rows)
         return rows

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from eagle3.draft.config import ChainRule
 
 LastHiddenKind = Literal["post_norm", "pre_norm"]
-_TEACHER_ROWS = 1024
+TEACHER_ROWS = 1024
 """Rows whose logits over the full vocab exist at once."""
 
 
@@ -110,7 +110,7 @@ def read_teacher(head: TargetHead, last_hidden: torch.Tensor, ids: torch.Tensor)
     Returns:
         Its greedy token over the full vocab, int64 [R], and its logits [R, D] on the draft vocab.
     """
-    found = [_greedy_and_chosen(head.logits(rows), ids) for rows in last_hidden.split(_TEACHER_ROWS)]
+    found = [_greedy_and_chosen(head.logits(rows), ids) for rows in last_hidden.split(TEACHER_ROWS)]
     greedy, chosen = zip(*found, strict=True)
     return torch.cat(greedy), torch.cat(chosen)
 

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle3.data.loader import BatchPlan, Window, load_windows, places_of
+from eagle3.data.loader import BatchPlan, Begun, Window, begin_windows, places_of
 from eagle3.data.store import StoreReader
-from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
@@ -69,8 +68,8 @@ class Feed(Protocol):
         """All windows of an epoch, from 0."""
         ...
 
-    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
-        """This rank's micro-batches, a list for each window, planned for `ttt`."""
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
+        """Begins to read a window each time that it is asked for the next one; its batches are planned for `ttt`."""
         ...
 
     def tokens(self, window: Window) -> int:
@@ -128,8 +127,8 @@ class StoreFeed:
     def epoch(self, number: int) -> list[Window]:
         return self._plan.epoch(number)
 
-    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
-        return load_windows(self._reader, windows, self._indices, self._plan.max_length, rank, ttt=ttt)
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
+        return begin_windows(self._reader, windows, self._indices, self._plan.max_length, rank, ttt=ttt)
 
     def tokens(self, window: Window) -> int:
         return sum(self._plan.lengths[place] for place in places_of(window))

@@ -16,12 +16,12 @@ from threading import Event
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Window, places_of, read_batches
+from eagle3.data.loader import Begun, Window, places_of, read_batches
 from eagle3.data.ring_folder import read_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
-from eagle3.data.store_format import ShardInfo
+from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.planned import plan_batch
@@ -34,7 +34,7 @@ class RingSamples:
     """The training samples of a ring: all of them, each once an epoch, in these windows."""
 
     reader: RingReader
-    windows: RingWindows
+    steps: RingWindows
 
     def count_supervised(self) -> torch.Tensor:
         """int64 [V]: occurrences of each target id at supervised positions."""
@@ -42,8 +42,20 @@ class RingSamples:
 
     def feed(self, config: TrainConfig, world_size: int) -> RingFeed:
         assert config.ring is not None
-        assert self.windows.world_size == world_size
-        return RingFeed(self.reader, self.windows, config.ring.rewind)
+        assert self.steps.world_size == world_size
+        return RingFeed(self.reader, self.steps, config.ring.rewind)
+
+    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+        """See `TrainSamples`."""
+        return ring_windows(config, self.reader, world_size).windows
+
+    def info(self, place: int) -> SampleInfo:
+        """See `TrainSamples`."""
+        return self.steps.sample(place)
+
+    def loss_mask(self, place: int) -> torch.Tensor | None:
+        """See `TrainSamples`."""
+        return None
 
 
 def check_ring(config: TrainConfig, reader: RingReader, windows: RingWindows) -> list[Problem]:
@@ -67,7 +79,7 @@ def check_ring(config: TrainConfig, reader: RingReader, windows: RingWindows) ->
         )
         fix = (
             f"begin another ring with ring.max_bytes={needed} or, better, several times that; or lower "
-            "shard_max_bytes or shard_max_samples there, or batch_size * accumulate here"
+            "shard_max_bytes or shard_max_samples there, or batch_size (batch_tokens) * accumulate here"
         )
         problems.append(Problem(where, "ring.too_small", message, fix))
     return problems
@@ -94,8 +106,9 @@ def ring_windows(config: TrainConfig, reader: RingReader, world_size: int) -> Ri
         batch_size=config.batch_size,
         accumulate=config.accumulate,
         world_size=world_size,
-        pack=config.pack,
+        pack=config.packs,
         seed=config.seed,
+        row_tokens=config.batch_tokens,
     )
 
 
@@ -119,20 +132,15 @@ class RingFeed:
     def epoch(self, number: int) -> list[Window]:
         return self._windows.epochs[number]
 
-    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[list[DraftBatch], None, None]:
-        """See `Feed.load`; the next window is read in the background. A rank waits for all shards of a window, not
-        only for those of its own rows, so that none waits in the middle of a step."""
+    def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
+        """See `Feed.load`. A rank waits for all shards of a window, not only for those of its own rows, so that none
+        waits in the middle of a step."""
         stopped = Event()
         shards = _OpenShards(self._reader, rank, self._windows.world_size, stopped)
         with ThreadPoolExecutor(1, thread_name_prefix="read_ring") as pool, shards:
-            ahead: Future[list[DraftBatch]] | None = None
             try:
                 for window in windows:
-                    ahead, current = pool.submit(self._batches, window, rank, shards, ttt), ahead
-                    if current is not None:
-                        yield current.result()
-                if ahead is not None:
-                    yield ahead.result()
+                    yield pool.submit(self._batches, window, rank, shards, ttt).result
             finally:
                 stopped.set()
 

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import BatchPlan
+from eagle3.data.loader import BatchPlan, Window
 from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
-from eagle3.data.store_format import MANIFEST_FILE
+from eagle3.data.store_format import MANIFEST_FILE, SampleInfo
 from eagle3.data.vocab_count import count_supervised
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import digest_json, sha256_file
@@ -36,6 +36,19 @@ class TrainSamples(Protocol):
 
     def feed(self, config: TrainConfig, world_size: int) -> Feed:
         """The windows of a run with so many ranks."""
+        ...
+
+    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+        """Those of a store's first epoch, which differ from other epochs' only by which rows of like size meet; all of
+        a ring."""
+        ...
+
+    def info(self, place: int) -> SampleInfo:
+        """A sample of a window; its tokens, and the most that can be supervised of them, as far as they are used."""
+        ...
+
+    def loss_mask(self, place: int) -> torch.Tensor | None:
+        """bool [T] of a sample, cut; None while that is not known, in a ring."""
         ...
 
 
@@ -65,10 +78,24 @@ class SampleSet:
             batch_size=config.batch_size,
             accumulate=config.accumulate,
             world_size=world_size,
-            pack=config.pack,
+            pack=config.packs,
+            row_tokens=config.batch_tokens,
         )
         most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
         return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))
+
+    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+        """See `TrainSamples`."""
+        return self.feed(config, world_size).epoch(0)
+
+    def info(self, place: int) -> SampleInfo:
+        """See `TrainSamples`."""
+        sample = self.reader.samples[self.indices[place]]
+        return SampleInfo(sample.id, min(sample.tokens, self.max_length), min(sample.supervised, self.max_length))
+
+    def loss_mask(self, place: int) -> torch.Tensor | None:
+        """See `TrainSamples`."""
+        return self.reader.read_tokens(self.indices[place])[1][: self.max_length]
 
 
 @dataclass(frozen=True)

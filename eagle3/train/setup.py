@@ -64,9 +64,8 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
         ProblemsError: the dataset is damaged, or is not what the config asks for (every difference is listed); the
             drafter cannot have this shape.
     """
-    samples = _open_samples(config, processes)
-    reader = samples.train.reader
-    ttt = TTTSettings(**config.ttt.model_dump())
+    samples = open_samples(config, processes)
+    reader, ttt = samples.train.reader, ttt_settings(config)
     vocab, coverage = choose_vocab(config.draft, samples.train)
     target = reader.target_head()
     module = TTTLoss(make_model(config, reader, vocab, target), vocab, ttt)
@@ -81,7 +80,13 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
     return Setup(contract, samples, vocab, module, make_head(config, reader, target), notes)
 
 
-def _open_samples(config: TrainConfig, processes: int) -> Samples:
+def ttt_settings(config: TrainConfig) -> TTTSettings:
+    """The training-time test that a config asks for."""
+    return TTTSettings(**config.ttt.model_dump())
+
+
+def open_samples(config: TrainConfig, processes: int) -> Samples:
+    """The checked training and held-out samples; see `make_setup`."""
     if config.ring is None:
         store = open_reader(config.dataset, config.cache, allow_incomplete=config.allow_incomplete)
         raise_problems(check_dataset_contract(config, store.contract), f"cannot train on {config.dataset}")
@@ -132,15 +137,23 @@ def choose_vocab(draft: DraftSection, train: TrainSamples) -> tuple[DraftVocab, 
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 
 
-def make_model(config: TrainConfig, reader: Dataset, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
-    """The drafter before its first step: the target's embedding; head and final norm by `draft.init`."""
+def draft_config(config: TrainConfig, reader: Dataset, draft_vocab_size: int) -> DraftConfig:
+    """The drafter's shape.
+
+    Raises:
+        ProblemsError: the drafter cannot have it.
+    """
     shape = config.draft.model_dump(exclude={"init", "fc_init", "rope", "draft_vocab_size"})
     rope = None if config.draft.rope is None else RopeConfig(**config.draft.rope.model_dump())
     num_aux = len(config.output_indices)
-    draft_config = DraftConfig.from_target(
-        reader.target_config, num_aux=num_aux, rope=rope, draft_vocab_size=len(vocab), **shape
+    return DraftConfig.from_target(
+        reader.target_config, num_aux=num_aux, rope=rope, draft_vocab_size=draft_vocab_size, **shape
     )
-    model = DraftModel(draft_config)
+
+
+def make_model(config: TrainConfig, reader: Dataset, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
+    """The drafter before its first step: the target's embedding; head and final norm by `draft.init`."""
+    model = DraftModel(draft_config(config, reader, len(vocab)))
     model.init_weights(config.seed)
     if config.draft.fc_init == "last_slot":
         start_fc_at_last_slot(model.fc)

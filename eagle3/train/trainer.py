@@ -20,7 +20,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Window
+from eagle3.data.loader import Ahead, Window
 from eagle3.draft.batch import DraftBatch
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import only_writer, refuse_url, write_json_atomic
@@ -117,11 +117,12 @@ class Trainer:
         self.since_line.begin()
         with progress("train", tokens_left, "tokens") as advance:
             for windows in self._epochs_left():
-                with closing(self.feed.load(windows, self.accelerator.process_index, self.module.ttt)) as loaded:
+                with closing(self.feed.load(windows, self.accelerator.process_index, self.module.ttt)) as begun:
+                    ahead = Ahead(begun)
                     for window in windows:
                         with self.since_line.waiting():
-                            batches = next(loaded)
-                        note = self._step(window, batches)
+                            batches = ahead.take()
+                        note = self._step(window, batches, ahead)
                         advance(self.feed.tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
                         self._evaluate_and_save()
                         self.since_line.begin()
@@ -134,11 +135,11 @@ class Trainer:
                 yield self.feed.epoch(epoch)[step - begin : self.total_steps - begin]
                 step = end
 
-    def _step(self, window: Window, batches: list[DraftBatch]) -> str:
-        """Trains on one window and logs it; returns a note for the progress bar."""
+    def _step(self, window: Window, batches: list[DraftBatch], ahead: Ahead) -> str:
+        """Trains on one window, begins the next and logs this one; returns a note for the progress bar."""
         step = self.state.step + 1
         rate = learning_rate(step, self.total_steps, self.config.optim)
-        totals = accumulate_window(self.model, self.module, batches, self.head, self.accelerator)
+        totals = accumulate_window(self.model, self.module, batches, self.head, self.accelerator, ahead.begin)
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
         self.since_line.end(self.feed.tokens(window))
@@ -190,7 +191,7 @@ class Trainer:
         """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
         if self.samples.heldout is None:
             return False
-        found = evaluate(self.module, self.head, self.samples.heldout, self.config.batch_size, self.accelerator)
+        found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.accelerator)
         self._log("eval", **asdict(found))
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,12 @@ class Totals:
 
 
 def accumulate_window(
-    model: nn.Module, module: TTTLoss, batches: Sequence[DraftBatch], head: TargetHead, accelerator: Accelerator
+    model: nn.Module,
+    module: TTTLoss,
+    batches: Sequence[DraftBatch],
+    head: TargetHead,
+    accelerator: Accelerator,
+    meanwhile: Callable[[], None],
 ) -> Totals:
     """Adds up the gradients of a window, which are zero where it has no term on any rank.
 
@@ -63,6 +68,7 @@ def accumulate_window(
         module: the drafter with its loss.
         batches: this rank's micro-batches, as many as on every other rank; they may be empty ones.
         head: the target's head, on the accelerator's device.
+        meanwhile: called while the GPU works on the window.
     """
     device = accelerator.device
     moved = [batch.to(device, non_blocking=True) if len(batches) == 1 else batch for batch in batches]
@@ -72,6 +78,7 @@ def accumulate_window(
     in_vocab, active = accelerator.reduce(local, reduction="sum")
     with module.keeping_weights():
         loss_sums, correct = _run_window(model, moved, counts, in_vocab, accelerator)
+    meanwhile()
     return make_totals(loss_sums, in_vocab, correct, active)
 
 

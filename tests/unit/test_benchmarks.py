@@ -34,6 +34,7 @@ def test_the_training_steps_benchmark_times_both_steps_and_a_peer(tmp_path: Path
     for line in found:
         assert line["tokens_per_second"] > 0 and 0.3 < line["supervised_fraction"] < 0.7
     assert all(line["matmul_share"] > 0 for line in found if line["step"] == "eagle3")
+    assert ["planned_gib" in line for line in found] == [True, False, False, False]
 
 
 def test_the_optimizers_benchmark_times_every_type_of_moments() -> None:

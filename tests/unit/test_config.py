@@ -136,6 +136,25 @@ def test_a_count_is_a_positive_whole_number(value: str) -> None:
     assert [problem.kind for problem in caught.value.problems] == ["config.value"]
 
 
+@pytest.mark.parametrize("given", ["batch_size=1", "batch_size=4", "pack=false", "pack=true"])
+def test_a_budget_of_tokens_stands_in_place_of_rows(given: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, [*MINIMAL, "batch_tokens=4096", given])
+
+    (problem,) = caught.value.problems
+    name, value = given.split("=")
+    assert problem.kind == "config.value"
+    assert problem.message.startswith(f"batch_tokens=4096 is given together with {name}={value.capitalize()}: ")
+    assert problem.message.endswith(f"leave out batch_tokens or {name}")
+
+
+def test_a_budget_that_the_longest_sample_exceeds_is_refused() -> None:
+    with pytest.raises(ProblemsError, match="batch_tokens=4095 is less than max_length=4096, so a sample of that"):
+        load_config(TrainConfig, None, [*MINIMAL, "batch_tokens=4095", "max_length=4096"])
+
+    assert load_config(TrainConfig, None, [*MINIMAL, "batch_tokens=4096", "max_length=4096"]).heldout_rows == 1
+
+
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "\x00", "\ufffe"])
 def test_a_file_that_is_no_mapping_is_one_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"

@@ -9,6 +9,7 @@ step 0, then those of step 1, ..).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,11 +68,24 @@ def make_chunks(plan: ChainPlan, most: int) -> list[Chunk]:
         plan: on the CPU.
         most: chains in a chunk.
     """
-    total = len(plan.chains)
     begins = _document_begins(plan)[plan.chains]
+    return [_chunk(plan, begins, first, last) for first, last in _cuts(len(plan.chains), most)]
+
+
+def chunk_counts(plan: ChainPlan, most: int) -> list[list[int]]:
+    """The chains at each step, of each chunk that `make_chunks` makes."""
+    return [_counts(plan, first, last) for first, last in _cuts(len(plan.chains), most)]
+
+
+def _cuts(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """The first chain of each chunk and the one after its last."""
     pieces = -(-total // most)
-    bounds = [total * piece // pieces for piece in range(pieces + 1)]
-    return [_chunk(plan, begins, first, last) for first, last in pairwise(bounds)]
+    return pairwise(total * piece // max(pieces, 1) for piece in range(pieces + 1))
+
+
+def _counts(plan: ChainPlan, first: int, last: int) -> list[int]:
+    lives = plan.lives[first:last]
+    return [int((lives > k).sum()) for k in range(len(plan.active))]
 
 
 def _document_begins(plan: ChainPlan) -> torch.Tensor:
@@ -86,9 +100,8 @@ def _chunk(plan: ChainPlan, begins: torch.Tensor, first: int, last: int) -> Chun
     Args:
         begins: [C], the first source of each chain's document.
     """
-    lives = plan.lives[first:last]
-    order = first + lives.argsort(descending=True, stable=True)
-    counts = [int((lives > k).sum()) for k in range(len(plan.active))]
+    order = first + plan.lives[first:last].argsort(descending=True, stable=True)
+    counts = _counts(plan, first, last)
     rows = torch.cat([order[:count] for count in counts])
     steps = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ends, starts = plan.chains[rows], begins[rows]

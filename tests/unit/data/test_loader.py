@@ -52,12 +52,12 @@ def test_the_order_of_a_seed_does_not_change_between_versions() -> None:
     assert [samples_of(window) for window in plan(6).epoch(0)] == [[4], [5], [3], [0], [2], [1]]
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_an_optimiser_step_sees_the_same_samples_however_the_work_is_split(pack: bool) -> None:
+@pytest.mark.parametrize("packing", [{}, {"pack": True}, {"pack": True, "row_tokens": 40}])
+def test_an_optimiser_step_sees_the_same_samples_however_the_work_is_split(packing: dict[str, object]) -> None:
     lengths = [1 + i * 5 % 15 for i in range(29)]
 
     def steps(batch_size: int, accumulate: int, world_size: int) -> list[list[int]]:
-        batches = plan(0, lengths, batch_size=batch_size, accumulate=accumulate, world_size=world_size, pack=pack)
+        batches = plan(0, lengths, batch_size=batch_size, accumulate=accumulate, world_size=world_size, **packing)
         return [samples_of(window) for epoch in range(2) for window in batches.epoch(epoch)]
 
     assert steps(1, 4, 1) == steps(1, 2, 2) == steps(1, 1, 4) == steps(2, 2, 1) == steps(2, 1, 2) == steps(4, 1, 1)
@@ -84,6 +84,15 @@ def test_ranks_without_rows_get_an_empty_share() -> None:
     assert [len(rows) for rows in last[0]] == [1, 0, 0, 0]
     [window] = plan(1, accumulate=2, world_size=2).epoch(0)
     assert len(window) == 1
+
+
+def test_a_row_of_many_tokens_holds_whole_samples_each_cut_to_its_own_length() -> None:
+    lengths = [1 + i * 7 % 20 for i in range(40)]
+    batches = plan(0, lengths, pack=True, row_tokens=50)
+    rows = [row for window in batches.epoch(0) for row in window[0][0]]
+    tokens = [sum(min(lengths[index], 16) for index in row) for row in rows]
+    assert sorted(index for row in rows for index in row) == list(range(40))
+    assert max(tokens) <= 50 and sum(tokens) > 45 * (len(rows) - 1)
 
 
 def test_packing_puts_several_samples_in_a_row_and_cuts_long_ones() -> None:

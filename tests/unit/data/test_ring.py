@@ -124,13 +124,13 @@ def test_each_epoch_has_an_order_of_its_own_and_a_seed_always_the_same() -> None
     assert orders[0] == [6, 2, 8, 1, 9, 5, 3, 4, 7, 0, 10], "a seed's order is part of what a ring means"
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize(("pack", "room"), [(False, 32), (True, 32), (True, 70)])
 @pytest.mark.parametrize(("batch_size", "accumulate", "world_size"), [(1, 1, 1), (2, 3, 1), (1, 2, 4), (3, 1, 2)])
 def test_windows_hold_each_sample_once_an_epoch_in_the_order_of_the_shards(
-    pack: bool, batch_size: int, accumulate: int, world_size: int
+    pack: bool, room: int, batch_size: int, accumulate: int, world_size: int
 ) -> None:
     plan = ring_plan(SAMPLES, unit=2)
-    windows = RingWindows(plan, 32, batch_size, accumulate, world_size, pack)
+    windows = RingWindows(plan, 32, batch_size, accumulate, world_size, pack, row_tokens=room)
     assert Counter(p for window in places(windows) for p in window) == Counter(range(22))
     for epoch, found in enumerate(windows.epochs):
         ids = [windows.sample(p).id for w in found for m in w for rows in m for row in rows for p in row]
@@ -138,7 +138,7 @@ def test_windows_hold_each_sample_once_an_epoch_in_the_order_of_the_shards(
         assert {plan.shards[n].epoch for w in found for n in windows.shards(w)} == {epoch}
         for window in found:
             assert all(len(micro) == world_size for micro in window) and len(window) <= accumulate
-            assert all(sum(windows.sample(p).tokens for p in row) <= 32 for m in window for r in m for row in r)
+            assert all(sum(windows.sample(p).tokens for p in row) <= room for m in window for r in m for row in r)
     first = [windows.first_needed(step) for step in range(len(windows.windows) + 1)]
     assert first == sorted(first) and first[0] == 0 and first[-1] == 12
     for step, window in enumerate(windows.windows):

@@ -86,7 +86,7 @@ def test_rms_norm_of_bf16_is_computed_in_float32() -> None:
 def test_teacher_is_the_heads_greedy_token_and_its_logits_on_the_draft_vocab(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eagle3.draft.loss._TEACHER_ROWS", 3)
+    monkeypatch.setattr("eagle3.draft.loss.TEACHER_ROWS", 3)
     head = make_head("pre_norm")
     last = torch.randn(7, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = rms_norm(last, head.norm_weight, head.eps) @ head.lm_head.T

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
     "accumulated": (MIXED * 2, {"max_steps": 20, "accumulate": 2}, {"batch_size": 2}),
     "large_batch": (MIXED * 2, {"max_steps": 20, "batch_size": 2, "accumulate": 2}, {"batch_size": 8, "accumulate": 1}),
     "packed": (MIXED * 2, {"max_steps": 20, "accumulate": 2, "pack": True, "max_length": 20}, {"batch_size": 2}),
+    "budget": (MIXED * 2, {"max_steps": 20, "accumulate": 2, "batch_tokens": 20}, {"accumulate": 4}),
     "fault_16": ([(4, (1, 3)), (6, (1, 6))], {"max_steps": 1}, {"batch_size": 2}),
     "fault_17_masked": ([(8, (2, 8))] * 7 + [NO_TERM], {"epochs": 2}, {"batch_size": 2}),
     "fault_17_seven": ([(8, (2, 8))] * 7, {"epochs": 2}, {"batch_size": 2}),

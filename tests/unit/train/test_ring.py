@@ -86,19 +86,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(("pack", "dtype"), [(False, "float32"), (True, "float8_e4m3fn")])
+ROWS = {"batch_size": 2}
+PACKED = {"batch_size": 2, "pack": True, "max_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("batches", "dtype"), [(ROWS, "float32"), (PACKED, "float8_e4m3fn"), ({"batch_tokens": 48}, "float32")]
+)
 def test_a_ring_trains_as_a_store_with_the_same_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: bool, dtype: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: dict[str, object], dtype: str
 ) -> None:
     plan, samples = ring_plan(SAMPLES, dtype=dtype), of_type(SAMPLES, dtype)
     writer = in_a_child(lambda: write_ring(tmp_path / "ring", plan, samples))
-    config = ring_config(tmp_path / "ring", tmp_path / "run", pack=pack, max_length=32 if pack else 16)
+    config = ring_config(tmp_path / "ring", tmp_path / "run", **batches)
     run_training(config)
     assert os.waitpid(writer, 0)[1] == 0
 
     with StoreWriter(tmp_path / "store", plan.contract, {"keep_ids": [0, 1]}, TARGET_CONFIG, head()) as store:
         store.write_shard(samples)
-    windows = RingWindows(plan, config.max_length, batch_size=2, pack=pack)
+    windows = RingWindows(plan, config.max_length, config.batch_size, pack=config.packs, row_tokens=config.batch_tokens)
     in_store = [sample for shard in plan.shards for sample in shard.samples]
     epochs = [
         [[[[[in_store[place] for place in row] for row in rows] for rows in micro] for micro in window] for window in e]

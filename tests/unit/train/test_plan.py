@@ -1,0 +1,170 @@
+"""`eagle3 train --plan`: the worst micro-batch, what fits, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eagle3.cli import app
+from eagle3.config import TrainConfig, dump_config
+from eagle3.data.loader import load_windows
+from eagle3.draft.chains import plan_chains
+from eagle3.draft.fused.memory import Sizes
+from eagle3.errors import ProblemsError
+from eagle3.train import plan
+from eagle3.train.memory import Run, run_ledger
+from eagle3.train.samples import Samples
+from eagle3.train.setup import make_setup, open_samples, ttt_settings
+from eagle3.train.worst_batch import MicroBatch, _micro_batches, _read, find_worst, largest
+from tests.rings import ring_config, ring_plan, ring_samples, write_ring
+from tests.stores import train_config, write_random_store
+
+GIB = 2**30
+ROOMY = 64.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return write_random_store(tmp_path / "store", count=60)
+
+
+def config_for(store: Path, **values: object) -> TrainConfig:
+    return train_config(store, store.parent / "run", **{"mixed_precision": "bf16", "accumulate": 2, **values})
+
+
+def run_of(config: TrainConfig, processes: int = 1) -> tuple[Samples, Run]:
+    samples = open_samples(config, processes)
+    return samples, plan.make_run(config, samples, ttt_settings(config), processes)
+
+
+@pytest.mark.parametrize("values", [{"batch_tokens": 50}, {"batch_size": 3}, {"batch_size": 2, "pack": True}])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_micro_batches_are_those_that_training_loads(store: Path, values: dict[str, object], processes: int) -> None:
+    config = config_for(store, **values, max_length=12)
+    samples, run = run_of(config, processes)
+    windows, found = samples.train.windows(config, processes), list(_micro_batches(samples.train, config, processes))
+    reader, indices = samples.train.reader, samples.train.indices  # type: ignore[attr-defined]
+    loaded = [list(load_windows(reader, windows, indices, 12, rank)) for rank in range(processes)]
+    batches = [batch for window in zip(*loaded, strict=True) for rank in window for batch in rank]
+    for mine, batch in zip(found, batches, strict=True):
+        chains = plan_chains(batch.loss_mask, batch.document_ids, 3, "served")
+        expected = Sizes.of(chains, batch.input_ids.numel(), len(batch.last_hidden), 1792)
+        if mine.rows:
+            assert (mine.tokens, _read(samples.train, mine, run)) == (batch.input_ids.numel(), expected)
+            assert mine.bound(run).peak >= plan_peak(run, mine, expected)
+
+
+def plan_peak(run: Run, batch: MicroBatch, sizes: Sizes) -> int:
+    return run_ledger(run, sizes, batch.place(run)).peak
+
+
+def test_the_worst_micro_batch_is_found_and_no_other_passes_the_bound(store: Path) -> None:
+    config = config_for(store, batch_size=4)
+    samples, run = run_of(config)
+    worst = find_worst(samples.train, config, run)
+    peaks = []
+    for batch in _micro_batches(samples.train, config, 1):
+        sizes = _read(samples.train, batch, run)
+        assert sizes is not None
+        peaks.append(plan_peak(run, batch, sizes))
+    assert worst.count == len(peaks) > 5 and 0 < worst.read < worst.count
+    assert max(peaks) * 0.999 < worst.ledger.peak <= max(peaks) <= worst.bound
+
+
+def test_the_drafter_planned_is_the_drafter_trained(store: Path) -> None:
+    config = config_for(store, batch_tokens=64)
+    _, run = run_of(config)
+    setup = make_setup(config)
+    assert run.draft == setup.module.model.config and run.ttt == setup.module.ttt
+    assert run.types.weights == next(setup.module.model.norm.parameters()).element_size()
+    assert run.types.embedding == setup.module.model.embed_tokens.weight.element_size()
+    assert run.types.head == setup.head.lm_head.element_size()
+
+
+def test_the_most_tokens_that_fit_fit_and_no_more(store: Path) -> None:
+    config = config_for(store, batch_tokens=64)
+    samples, run = run_of(config)
+
+    def bound(tokens: int) -> int:
+        update = {"batch_tokens": tokens}
+        return largest(samples.train, config.model_copy(update=update), run)[1][0].bound(run).peak
+
+    assert bound(256) < bound(512)
+    card = plan.Card("a card", int(bound(256) * 1.05) + plan._CONTEXT + 1)
+    assert plan._most_tokens(samples, config, run, card) == 256
+    assert plan._most_tokens(samples, config, run, plan.Card("a card", 2**40)) == plan._MOST_TOKENS
+    assert plan._most_tokens(samples, config, run, plan.Card("a card", plan._CONTEXT)) == 0
+
+
+def test_a_plan_says_what_fits_and_writes_nothing(store: Path) -> None:
+    before = sorted(path.name for path in store.parent.rglob("*"))
+    found = plan.plan_memory(config_for(store, batch_tokens=64), ROOMY)
+    text = found.render()
+    assert not found.problems
+    for said in ("moments", "DDP", "the largest: ", "it fits: 62.", "card: 64 GiB", "nothing was written"):
+        assert (said in text) == (said != "DDP"), said
+    assert sorted(path.name for path in store.parent.rglob("*")) == before
+
+
+def test_several_processes_have_buckets(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "DDP's buckets" in plan.plan_memory(config_for(store, batch_tokens=64), ROOMY).render()
+
+
+def test_what_does_not_fit_is_a_problem_with_the_number_that_would(store: Path) -> None:
+    config = config_for(store, batch_tokens=1024, eval_fraction=0.1)
+    samples, run = run_of(config)
+    smaller = config.model_copy(update={"batch_tokens": 256})
+    peak = largest(samples.train, smaller, run)[1][0].bound(run).peak
+    found = plan.plan_memory(config, (peak * 1.05 + plan._CONTEXT + 1) / GIB)
+    (problem,) = found.problems
+    assert (problem.kind, problem.fix[:30]) == ("plan.does_not_fit", "set batch_tokens=256 or less, ")
+    less = plan.plan_memory(config, 1.001)
+    assert [problem.kind for problem in less.problems] == ["plan.does_not_fit"] * 2
+    assert "not even one sample of max_length=16" in less.render() and "eval_fraction=0" in less.render()
+
+
+def test_a_rings_masks_are_not_there_so_its_plan_is_the_bound(tmp_path: Path) -> None:
+    samples = ring_samples()
+    write_ring(tmp_path / "ring", ring_plan(samples, shards=99), samples)
+    config = ring_config(tmp_path / "ring", tmp_path / "run", batch_tokens=48, mixed_precision="bf16")
+    text = plan.plan_memory(config, ROOMY).render()
+    assert "the largest, at most (a ring's loss masks are not known before): 27 tokens" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "memory", "kinds"),
+    [
+        ({"ttt": {"steps": 3, "chunk": None}}, ROOMY, ["plan.autograd"]),
+        ({"mixed_precision": "no"}, ROOMY, ["plan.precision"]),
+        ({}, None, ["plan.device"]),
+        ({}, -1.0, ["plan.device"]),
+        ({}, float("nan"), ["plan.device"]),
+        ({"ttt": {"chunk": None}, "mixed_precision": "no"}, None, ["plan.autograd", "plan.precision", "plan.device"]),
+    ],
+)
+def test_what_is_not_modelled_is_refused(
+    store: Path, values: dict[str, object], memory: float | None, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ProblemsError) as caught:
+        plan.plan_memory(config_for(store, **values), memory)
+    assert [problem.kind for problem in caught.value.problems] == kinds
+
+
+def test_the_command_exits_with_2_where_it_does_not_fit_and_prints_once(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.yaml").write_text(dump_config(config_for(store, batch_tokens=64)))
+    command = ["train", "--config", str(tmp_path / "train.yaml"), "--plan", "--device-memory"]
+    fits, not_so = (CliRunner().invoke(app, [*command, memory]) for memory in ("64", "1"))
+    assert (fits.exit_code, not_so.exit_code) == (0, 2)
+    assert "it fits" in fits.output and "[plan.does_not_fit]" in not_so.output
+    monkeypatch.setenv("RANK", "1")
+    assert CliRunner().invoke(app, [*command, "64"]).output == ""
+    alone = CliRunner().invoke(app, [*command[:3], "--device-memory", "64"])
+    assert isinstance(alone.exception, ProblemsError) and "without --plan" in str(alone.exception)
+    assert not (store.parent / "run").exists()
