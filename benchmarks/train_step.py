@@ -174,7 +174,8 @@ def planned_bytes(module: TTTLoss, batch: DraftBatch, ttt: TTTSettings) -> int:
     assert ttt.chunk is not None
     plan = plan_chains(batch.loss_mask.cpu(), batch.document_ids, ttt.steps, ttt.chain_rule)
     sizes = Sizes.of(plan, batch.input_ids.numel(), len(batch.last_hidden), ttt.chunk)
-    return step_ledger(module.model.config, Types(module.model.fc.weight.element_size(), 2), sizes).peak
+    types = Types(module.model.fc.weight.element_size(), 2, float8=ttt.float8)
+    return step_ledger(module.model.config, types, sizes).peak
 
 
 def peer_batch(batch: DraftBatch, head: TargetHead, module: TTTLoss) -> dict[str, Any]:

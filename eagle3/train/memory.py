@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
+import torch
+
+from eagle3.config import Moments
 from eagle3.draft.config import DraftConfig, TTTSettings
-from eagle3.draft.fused.ledger import Entry, Ledger, span
-from eagle3.draft.fused.memory import Sizes, Types, counted_bytes, step_ledger
+from eagle3.draft.fused.ledger import Entry, Ledger, Phase, span
+from eagle3.draft.fused.memory import Sizes, Types, copied_bytes, counted_bytes, step_ledger
+from eagle3.draft.model import DraftModel
+from eagle3.train.moments import moment_bytes
 
-Moments = Literal["float32"]
-MOMENT_BYTES: dict[Moments, float] = {"float32": 8}
-"""Bytes that AdamW keeps of a parameter, both moments, by their type."""
 _EVALUATED_TOKENS = 8192
 """Of a forward pass of `evaluate.acceptance`."""
 _STATES = 20
@@ -47,6 +49,12 @@ class Run:
         """Parameters."""
         return self.draft.parameter_counts()["trainable"]
 
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Bytes of AdamW's moments."""
+        with torch.device("meta"):
+            return moment_bytes(DraftModel(self.draft), self.moments)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -61,11 +69,6 @@ class Place:
     others: Sizes
 
 
-def moment_bytes(parameters: int, moments: Moments) -> int:
-    """Bytes of AdamW's moments of so many parameters."""
-    return int(parameters * MOMENT_BYTES[moments])
-
-
 def run_ledger(run: Run, sizes: Sizes, place: Place) -> Ledger:
     """A micro-batch once the moments are there, that is from the second step on."""
     return step_ledger(run.draft, run.types, sizes) + _run_entries(run, place)
@@ -73,7 +76,9 @@ def run_ledger(run: Run, sizes: Sizes, place: Place) -> Ledger:
 
 def _run_entries(run: Run, place: Place) -> Iterator[Entry]:
     gradients = run.trained * run.types.weights
-    yield Entry("moments", f"AdamW's moments, {run.moments}", moment_bytes(run.trained, run.moments))
+    yield Entry("moments", f"AdamW's moments, {run.moments}", run.moment_bytes)
+    kept: tuple[Phase, ...] = ("autograd",) if place.number == 1 else ("fuse", "autograd")
+    yield Entry("weights", "those copies, kept through the window", copied_bytes(run.draft, run.types), kept)
     others = counted_bytes(run.draft, place.others)
     yield Entry("teacher", "of the window's other micro-batches", others, span("count", "autograd"))
     if place.number > 1:
@@ -89,7 +94,7 @@ def evaluation_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
         samples: (T, L) of the held-out samples.
     """
     embedding = run.draft.vocab_size * run.draft.hidden_size
-    kept = run.trained * (run.types.weights + 2) + moment_bytes(run.trained, run.moments)
+    kept = run.trained * (run.types.weights + 2) + run.moment_bytes
     kept += embedding * (run.types.embedding + run.types.head)
     kept += run.trained * run.types.weights * (run.processes > 1)
     return kept + unrolled_bytes(run, samples)

@@ -20,6 +20,7 @@ from eagle3.draft.fused.memory import Types
 from eagle3.draft.states import FP8
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import size_text
+from eagle3.train.float8 import check_float8
 from eagle3.train.memory import Run, evaluation_bytes
 from eagle3.train.samples import Samples
 from eagle3.train.setup import draft_config, open_samples, ttt_settings
@@ -83,8 +84,8 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         device_memory: of the card, in GiB; None asks the first GPU.
 
     Raises:
-        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; whatever is wrong
-            with the dataset or the drafter's shape.
+        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; `train.float8`: a
+            product cannot be made; whatever is wrong with the dataset or the drafter's shape.
     """
     card, problems = find_card(device_memory)
     raise_problems(_not_modelled(config) + problems, "cannot plan")
@@ -92,6 +93,9 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     samples = open_samples(config, processes)
     run = make_run(config, samples, ttt_settings(config), processes)
+    if run.ttt.float8:  # of a card that is not here, only its memory is known
+        device = torch.device("cuda" if device_memory is None else "cpu")
+        raise_problems(check_float8(run.draft, config.mixed_precision, device), "cannot train in float8")
     worst = find_worst(samples.train, config, run)
     evaluation = _evaluation(run, samples)
     most = _most_tokens(samples, config, run, card)
@@ -135,7 +139,8 @@ def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes:
     draft = draft_config(config, reader, config.draft.draft_vocab_size or reader.contract.vocab_size)
     head = reader.target_head()["lm_head.weight"].element_size()
     states = getattr(torch, reader.contract.dtype)
-    return Run(draft, ttt, Types(head=head, states=states.itemsize, scaled=states == FP8), processes)
+    types = Types(head=head, states=states.itemsize, scaled=states == FP8, float8=ttt.float8)
+    return Run(draft, ttt, types, processes, config.optim.moments)
 
 
 def _not_modelled(config: TrainConfig) -> list[Problem]:
@@ -183,8 +188,8 @@ def _head_lines(config: TrainConfig, run: Run) -> Iterator[str]:
     counts = run.draft.parameter_counts()
     yield (
         f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained; float32 weights, "
-        f"{config.mixed_precision} autocast, ttt.chunk {run.ttt.chunk}, accumulate {config.accumulate}, "
-        f"{run.processes} process(es)"
+        f"{config.mixed_precision} autocast{', products in float8' if run.ttt.float8 else ''}, {run.moments} moments, "
+        f"ttt.chunk {run.ttt.chunk}, accumulate {config.accumulate}, {run.processes} process(es)"
     )
 
 

@@ -1,7 +1,8 @@
 """What the fused step takes of a GPU's memory, tensor by tensor, as `step` and `chunk` make them.
 
-It computes in bfloat16 on a GPU (`fused.cuda`): two bytes an element, sums in float32. Who adds a tensor of many rows
-to the step adds it here; a test runs the step's own code on the meta device and counts the storages that are alive.
+It computes in bfloat16 on a GPU (`fused.cuda`), two bytes an element, and where that is wanted multiplies in float8;
+sums are in float32. Who adds a tensor of many rows to the step adds it here, or in `chunk_memory`; a test runs the
+step's own code on the meta device and counts the storages that are alive.
 
 Legend: T tokens of a batch, L supervised ones, S sources, C chains, R chains of a chunk's step 0, N rows of a chunk
 over all steps, K TTT steps, A aux layers, H hidden, I MLP width, q the width of all queries, p that of all keys and
@@ -15,12 +16,11 @@ from dataclasses import dataclass
 
 from eagle3.draft.chains import ChainPlan
 from eagle3.draft.config import DraftConfig, TTTSettings
-from eagle3.draft.fused.chunk import HEAD_ROWS
+from eagle3.draft.fused.chunk_memory import BF16, SCALE, SUMS, chunk_entries, columns, rounded, widths
 from eagle3.draft.fused.layout import KEY_BLOCK, chunk_counts
 from eagle3.draft.fused.ledger import Entry, Ledger, span
 from eagle3.draft.loss import TEACHER_ROWS
 
-_BF16, _SUMS = 2, 4
 _INDEX_BYTES = 48
 """Of a row: what `Chunk` says of it, its loss, its greedy token."""
 _PROGRAMS, _NORM_PROGRAMS = 2000, 264
@@ -76,6 +76,7 @@ class Types:
         head: of the target's head.
         states: of the batch's aux and last states.
         scaled: whether these have a scale for each row and slot.
+        float8: whether the step multiplies in float8 (`ttt.float8`).
     """
 
     weights: int = 4
@@ -83,11 +84,24 @@ class Types:
     head: int = 2
     states: int = 2
     scaled: bool = False
+    float8: bool = False
 
 
 def step_ledger(config: DraftConfig, types: Types, sizes: Sizes) -> Ledger:
     """The step of a micro-batch that is the only one of its window, with weights and gradients, without optimiser."""
     return Ledger((*_weights(config, types), *_batch(config, types, sizes), *_step(config, types, sizes)))
+
+
+def copied_bytes(config: DraftConfig, types: Types) -> int:
+    """The copies of the weights that the step computes with (`weights.Weights`)."""
+    matrices, (query, pair) = _fused_parameters(config), widths(config)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    projections = (query + pair) * 2 * hidden
+    if not types.float8:
+        return (projections if types.weights == BF16 else matrices) * BF16
+    scales = 6 * hidden + 3 * inner + config.draft_vocab_size + 2 * query + pair
+    twice = 2 * (matrices - projections + (query + pair) * hidden)
+    return projections * BF16 + twice + scales * SCALE
 
 
 def counted_bytes(config: DraftConfig, sizes: Sizes) -> int:
@@ -103,21 +117,20 @@ def _fused_parameters(config: DraftConfig) -> int:
 
 def _weights(config: DraftConfig, types: Types) -> Iterator[Entry]:
     trained, embedding = config.parameter_counts()["trainable"], config.vocab_size * config.hidden_size
-    matrices, narrow = _fused_parameters(config), types.weights == _BF16
-    query, pair = _widths(config)
-    projections, fc = (query + pair) * 2 * config.hidden_size, _fc_parameters(config)
+    matrices, narrow = _fused_parameters(config), types.weights == BF16
+    fc = _fc_parameters(config)
     yield Entry("weights", "trained weights", trained * types.weights)
     yield Entry("weights", "frozen embedding", embedding * types.embedding)
     yield Entry("target head", "target's head", embedding * types.head)
-    copied = projections if narrow else matrices
-    yield Entry("weights", "copies to compute with", copied * _BF16, span("share", "finish"))
-    if not narrow:
-        yield Entry("weights", "fc's copy, kept by autocast", fc * _BF16, span("fuse", "finish"))
+    yield Entry("weights", "copies to compute with", copied_bytes(config, types), span("share", "finish"))
+    if not narrow:  # autocast keeps its own to the end of the forward pass
+        kept = span("fuse", "fuse" if types.float8 else "finish")
+        yield Entry("weights", "fc's copy", fc * BF16, kept)
     yield Entry("gradients", "gradients of the step", matrices * types.weights, span("share", "update"))
     yield Entry("gradients", "fc's gradient", fc * types.weights, span("autograd", "update"))
-    if not narrow:
-        yield Entry("workspace", "fc's gradient before its cast", fc * _BF16, span("autograd", "autograd"))
-    norms = 4 * _NORM_PROGRAMS * config.hidden_size * _SUMS
+    if not narrow and not types.float8:
+        yield Entry("workspace", "fc's gradient before its cast", fc * BF16, span("autograd", "autograd"))
+    norms = 4 * _NORM_PROGRAMS * config.hidden_size * SUMS
     yield Entry("gradients", "parts of the norms' gradients", norms, span("share", "finish"))
     yield Entry("workspace", "cuBLAS", _CUBLAS)
 
@@ -131,11 +144,11 @@ def _batch(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     teacher = _teacher_bytes(config, sizes)
     yield Entry("teacher", "the target's logits on the draft vocab", teacher, span("count", "autograd"))
     states = sizes.chains * hidden
-    last = states * (_BF16 if types.scaled else types.states)
+    last = states * (BF16 if types.scaled else types.states)
     chosen = states * _DEQUANTIZED if types.scaled else 2 * last
-    logits = min(sizes.chains, TEACHER_ROWS) * config.vocab_size * _BF16
-    if types.head != _BF16:
-        logits += config.vocab_size * config.hidden_size * _BF16
+    logits = min(sizes.chains, TEACHER_ROWS) * config.vocab_size * BF16
+    if types.head != BF16:
+        logits += config.vocab_size * config.hidden_size * BF16
     yield Entry("workspace", "the teacher's reading", max(chosen, last + max(logits, teacher)), span("count", "count"))
     yield Entry("activations", "rows' places and results", _row_bytes(sizes), span("count", "autograd"))
 
@@ -145,12 +158,7 @@ def _step(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     for name, size in _shared_sizes(config, sizes.sources, sizes.chains).items():
         yield Entry("activations", name, size, span("share", "finish"))
     yield Entry("workspace", "sharing", _sharing(config, sizes), span("share", "share"))
-    chunk = max(sizes.chunks, key=sum, default=[0])
-    live = {"forward": span("forward", "sums"), "head": span("head", "sums"), "backward": span("backward", "sums")}
-    for phase, tensors in _chunk_sizes(config, chunk).items():
-        for name, size in tensors.items():
-            yield Entry("activations", name, size, live[phase])
-    yield from _chunk_workspace(config, types, chunk)
+    yield from chunk_entries(config, types, sizes.chunks)
     yield Entry("workspace", "finishing", _finishing(config, types, sizes), span("finish", "finish"))
 
 
@@ -158,75 +166,51 @@ def _fused_states(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[E
     """What `DraftModel.fuse` keeps for its backward pass, and takes on the way."""
     values = sizes.sources * config.num_aux * config.target_hidden_size
     norms = (0, 1, 3)[config.norm_before_fc + config.fc_norm]  # the second one's input needs a gradient
-    yield Entry("activations", "aux states of the sources", values * _BF16, span("fuse", "autograd"))
+    yield Entry("activations", "aux states of the sources", values * BF16, span("fuse", "autograd"))
     if norms:
-        kept = _SUMS * norms * values
+        kept = SUMS * norms * values
         yield Entry("activations", "what fc_norm and norm_before_fc keep", kept, span("fuse", "autograd"))
-    cast = 0 if types.weights == types.states == _BF16 else _SUMS
-    reading = _DEQUANTIZED - _BF16 if types.scaled else cast
-    wide = values * max(reading, _NORMING if norms else 0)
-    embedded = sizes.sources * config.hidden_size * (types.embedding if types.embedding != _BF16 else 0)
+    given = max(types.states, BF16)  # by `aux_rows`: alive until `fc` is done, beside its cast
+    held = 0 if given == (types.weights if norms else BF16) else given
+    wide = values * max(_DEQUANTIZED - BF16 if types.scaled else 0, held + (_NORMING if norms else 0))
+    embedded = sizes.sources * config.hidden_size * (types.embedding if types.embedding != BF16 else 0)
     yield Entry("workspace", "reading and casting states", max(wide, embedded), span("fuse", "fuse"))
-    both = 2 * sizes.sources * config.hidden_size * _BF16
+    if types.float8:
+        yield Entry("workspace", "fc's rows in float8", _fc_rows(config, types, sizes), span("autograd", "autograd"))
+    both = 2 * sizes.sources * config.hidden_size * BF16
     yield Entry("activations", "step 0's states, the tokens' embeddings", both, span("fuse", "finish"))
+
+
+def _fc_rows(config: DraftConfig, types: Types, sizes: Sizes) -> int:
+    """What `linear` rounds for `fc`'s gradient, beside that gradient."""
+    hidden, aux = config.hidden_size, config.num_aux * config.target_hidden_size
+    both = rounded(sizes.sources, hidden) + columns(sizes.sources, hidden) + columns(sizes.sources, aux)
+    return max(both + rounded(sizes.sources, aux) - hidden * aux * types.weights, both)
 
 
 def _shared_sizes(config: DraftConfig, sources: int, chains: int) -> dict[str, int]:
     """Bytes of what chunks share, by the names of `Step`'s tensors."""
-    hidden, (query, pair) = config.hidden_size, _widths(config)
+    hidden, (query, pair) = config.hidden_size, widths(config)
     states, pairs, queries = sources * hidden, sources * pair, chains * query
     programs = -(-sources // KEY_BLOCK) * config.num_key_value_heads
     group = config.num_attention_heads // config.num_key_value_heads
     splits = min(group, -(-_PROGRAMS // max(programs, 1)))
     return {
-        "shared_query": queries * _BF16,
-        "shared_pair": pairs * _BF16,
-        "first": states * _BF16,
-        "keys_values": pairs * _BF16,
-        "turn": sources * config.head_dim * _SUMS,
-        "hidden_grad": states * _BF16,
-        "first_grad": states * _BF16,
-        "shared_query_grad": queries * _SUMS,
-        "shared_pair_grad": pairs * _SUMS,
-        "source_sums": splits * pairs * _SUMS,
+        "shared_query": queries * BF16,
+        "shared_pair": pairs * BF16,
+        "first": states * BF16,
+        "keys_values": pairs * BF16,
+        "turn": sources * config.head_dim * SUMS,
+        "hidden_grad": states * BF16,
+        "first_grad": states * BF16,
+        "shared_query_grad": queries * SUMS,
+        "shared_pair_grad": pairs * SUMS,
+        "source_sums": splits * pairs * SUMS,
     }
-
-
-def _chunk_sizes(config: DraftConfig, counts: Sequence[int]) -> dict[str, dict[str, int]]:
-    """Bytes of a chunk's tensors, by the phase that makes them (all live to the chunk's end) and `ChunkStep`'s names.
-
-    Args:
-        counts: the chunk's chains at each step.
-    """
-    hidden, heads, (query, pair) = config.hidden_size, config.num_attention_heads, _widths(config)
-    rows, first = sum(counts), counts[0]
-    state, wide = rows * hidden * _BF16, rows * config.intermediate_size * _BF16
-    forward = {name: state for name in ("normed", "middle", "middle_normed", "outputs")}
-    forward |= {"handed_on": state} if config.norm_output else {}
-    forward |= {name: wide for name in ("gates", "ups", "acts")}
-    forward |= {name: rows * query * _BF16 for name in ("queries", "attended")}
-    forward |= {name: rows * heads * _SUMS for name in ("log_sums", "means")}
-    forward |= {name: rows * _SUMS for name in ("normed_factors", "middle_factors")}
-    forward |= {"own": (len(counts) - 1) * first * pair * _BF16, "start": first * hidden * _BF16}
-    forward |= {"turns": rows * config.head_dim * _SUMS}
-    return {
-        "forward": forward,
-        "head": {"output_grad": state, "output_factors": rows * _SUMS},
-        "backward": {
-            "middle_grad": state,
-            "attended_grad": rows * query * _BF16,
-            "qkv_grad": rows * (query + pair) * _BF16,
-        },
-    }
-
-
-def _widths(config: DraftConfig) -> tuple[int, int]:
-    """q and p."""
-    return config.num_attention_heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim
 
 
 def _teacher_bytes(config: DraftConfig, sizes: Sizes) -> int:
-    return sizes.chains * config.draft_vocab_size * _BF16
+    return sizes.chains * config.draft_vocab_size * BF16
 
 
 def _row_bytes(sizes: Sizes) -> int:
@@ -237,36 +221,12 @@ def _fc_parameters(config: DraftConfig) -> int:
     return config.num_aux * config.target_hidden_size * config.hidden_size
 
 
-def _chunk_workspace(config: DraftConfig, types: Types, counts: Sequence[int]) -> Iterator[Entry]:
-    """The most that a chunk's phases take besides what they keep."""
-    hidden, (query, pair) = config.hidden_size, _widths(config)
-    first, later = counts[0], counts[1] if len(counts) > 1 else 0
-    forward = max(first * query, later * (query + pair)) * _BF16
-    yield Entry("workspace", "queries, keys and values", forward, span("forward", "forward"))
-    rows = min(sum(counts), HEAD_ROWS)
-    logits = rows * config.draft_vocab_size * _BF16
-    before = logits if sum(counts) > HEAD_ROWS else 0
-    product = _product(types, config.draft_vocab_size, hidden)
-    head = rows * hidden * _BF16 + logits + max(before, product)
-    yield Entry("workspace", "logits, the head's gradient before it is added", head, span("head", "head"))
-    attention = first * (2 * hidden + query + pair)
-    backward = (later * hidden + max(first * config.intermediate_size, attention)) * _BF16
-    yield Entry("workspace", "gradients of one step's rows", backward, span("backward", "backward"))
-    sums = _product(types, max(config.intermediate_size, query), hidden)
-    yield Entry("workspace", "a weight's gradient before it is added", sums, span("sums", "sums"))
-
-
-def _product(types: Types, rows: int, columns: int) -> int:
-    """Bytes of a product that `sum_up` cannot put where it belongs."""
-    return 0 if types.weights == _BF16 else rows * columns * types.weights
-
-
 def _sharing(config: DraftConfig, sizes: Sizes) -> int:
-    return sizes.sources * (config.hidden_size + _widths(config)[1]) * _BF16
+    return sizes.sources * (config.hidden_size + widths(config)[1]) * BF16
 
 
 def _finishing(config: DraftConfig, types: Types, sizes: Sizes) -> int:
-    hidden, (query, pair) = config.hidden_size, _widths(config)
+    hidden, (query, pair) = config.hidden_size, widths(config)
     pairs = sizes.sources * pair
-    rows = (sizes.sources * hidden + pairs + sizes.chains * (query + hidden)) * _BF16
-    return pairs * _BF16 + max(pairs * (_SUMS + _BF16), pairs * _BF16 + rows + query * hidden * types.weights)
+    rows = (sizes.sources * hidden + pairs + sizes.chains * (query + hidden)) * BF16
+    return pairs * BF16 + max(pairs * (SUMS + BF16), pairs * BF16 + rows + query * hidden * types.weights)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast to bfloat16 is on, by what is asked of it; torch has none on the meta device, so nothing is cast."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
 
 
 class StorageCount(TorchDispatchMode):

@@ -15,6 +15,7 @@ from eagle3.draft.fused.memory import Sizes
 from eagle3.errors import ProblemsError
 from eagle3.train import plan
 from eagle3.train.memory import Run, run_ledger
+from eagle3.train.moments import moment_bytes
 from eagle3.train.samples import Samples
 from eagle3.train.setup import make_setup, open_samples, ttt_settings
 from eagle3.train.worst_batch import MicroBatch, _micro_batches, _read, find_worst, largest
@@ -23,6 +24,14 @@ from tests.stores import train_config, write_random_store
 
 GIB = 2**30
 ROOMY = 64.0
+FLOAT8_DRAFT = {
+    "draft_vocab_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+}
+"""A shape whose products can be made in float8."""
 
 
 @pytest.fixture
@@ -73,11 +82,14 @@ def test_the_worst_micro_batch_is_found_and_no_other_passes_the_bound(store: Pat
     assert max(peaks) * 0.999 < worst.ledger.peak <= max(peaks) <= worst.bound
 
 
-def test_the_drafter_planned_is_the_drafter_trained(store: Path) -> None:
-    config = config_for(store, batch_tokens=64)
+@pytest.mark.parametrize("values", [{}, {"ttt": {"steps": 3, "float8": True}, "optim": {"moments": "float8"}}])
+def test_the_drafter_planned_is_the_drafter_trained(store: Path, values: dict[str, object]) -> None:
+    config = config_for(store, batch_tokens=64, **values)
     _, run = run_of(config)
     setup = make_setup(config)
     assert run.draft == setup.module.model.config and run.ttt == setup.module.ttt
+    assert run.moments == config.optim.moments and run.types.float8 == setup.module.ttt.float8
+    assert run.moment_bytes == moment_bytes(setup.module.model, run.moments)
     assert run.types.weights == next(setup.module.model.norm.parameters()).element_size()
     assert run.types.embedding == setup.module.model.embed_tokens.weight.element_size()
     assert run.types.head == setup.head.lm_head.element_size()
@@ -106,6 +118,30 @@ def test_a_plan_says_what_fits_and_writes_nothing(store: Path) -> None:
     for said in ("moments", "DDP", "the largest: ", "it fits: 62.", "card: 64 GiB", "nothing was written"):
         assert (said in text) == (said != "DDP"), said
     assert sorted(path.name for path in store.parent.rglob("*")) == before
+
+
+def test_float8_and_moments_are_planned(store: Path) -> None:
+    said, sizes = [], []
+    for values in ({}, {"ttt": {"steps": 3, "float8": True}}, {"optim": {"moments": "bfloat16"}}):
+        config = config_for(store, batch_tokens=64, **{"draft": FLOAT8_DRAFT, **values})
+        rendered = plan.plan_memory(config, ROOMY).render()
+        said.append([part for part in ("products in float8", "bfloat16 moments") if part in rendered])
+        samples, run = run_of(config)
+        ledger = find_worst(samples.train, config, run).ledger
+        sizes.append((ledger.groups("sums")["weights"], ledger.groups("update")["moments"]))
+    assert said == [[], ["products in float8"], ["bfloat16 moments"]]
+    (plain, moments), float8, narrow = sizes
+    assert float8[0] > plain and float8[1] == moments
+    assert narrow[0] == plain and narrow[1] < moments
+
+
+def test_a_shape_that_float8_cannot_multiply_is_refused(store: Path) -> None:
+    config = config_for(
+        store, batch_tokens=64, ttt={"steps": 3, "float8": True}, draft=FLOAT8_DRAFT | {"intermediate_size": 40}
+    )
+    with pytest.raises(ProblemsError) as caught:
+        plan.plan_memory(config, ROOMY)
+    assert [problem.kind for problem in caught.value.problems] == ["train.float8"]
 
 
 def test_several_processes_have_buckets(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
