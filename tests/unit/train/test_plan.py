@@ -120,7 +120,8 @@ def test_a_plan_says_what_fits_and_writes_nothing(store: Path) -> None:
     assert sorted(path.name for path in store.parent.rglob("*")) == before
 
 
-def test_float8_and_moments_are_planned(store: Path) -> None:
+def test_float8_and_moments_are_planned(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.train.moments.SMALL", 1)
     said, sizes = [], []
     for values in ({}, {"ttt": {"steps": 3, "float8": True}}, {"optim": {"moments": "bfloat16"}}):
         config = config_for(store, batch_tokens=64, **{"draft": FLOAT8_DRAFT, **values})
