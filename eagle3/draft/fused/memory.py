@@ -18,7 +18,7 @@ from eagle3.draft.chains import ChainPlan
 from eagle3.draft.config import DraftConfig, TTTSettings
 from eagle3.draft.fused.chunk_memory import BF16, SCALE, SUMS, chunk_entries, columns, rounded, widths
 from eagle3.draft.fused.layout import KEY_BLOCK, chunk_counts
-from eagle3.draft.fused.ledger import Entry, Ledger, span
+from eagle3.draft.fused.ledger import Entry, Ledger, Phase, span
 from eagle3.draft.loss import TEACHER_ROWS
 
 _INDEX_BYTES = 48
@@ -29,6 +29,8 @@ _DEQUANTIZED = 1 + 4 + 4
 """Bytes that an eight-bit value takes while `states.dequantize` widens it."""
 _NORMING = 10
 """Most bytes that a value takes besides while `fc_norm` or `norm_before_fc` norms it."""
+_UNNORMING = 8
+"""Most bytes that a value takes besides on the way back through them, gradients included."""
 _CUBLAS = 2 * (32 << 20)
 """Workspaces that torch gives cuBLAS on Hopper: one for the thread that goes forward, one for autograd's."""
 
@@ -123,8 +125,9 @@ def _weights(config: DraftConfig, types: Types) -> Iterator[Entry]:
     yield Entry("weights", "frozen embedding", embedding * types.embedding)
     yield Entry("target head", "target's head", embedding * types.head)
     yield Entry("weights", "copies to compute with", copied_bytes(config, types), span("share", "finish"))
-    if not narrow:  # autocast keeps its own to the end of the forward pass
-        kept = span("fuse", "fuse" if types.float8 else "finish")
+    if not narrow:
+        last: Phase = "autograd" if _norms(config) else "finish"  # kept by autograd, or by autocast
+        kept = span("fuse", "fuse" if types.float8 else last)
         yield Entry("weights", "fc's copy", fc * BF16, kept)
     yield Entry("gradients", "gradients of the step", matrices * types.weights, span("share", "update"))
     yield Entry("gradients", "fc's gradient", fc * types.weights, span("autograd", "update"))
@@ -165,11 +168,13 @@ def _step(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
 def _fused_states(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     """What `DraftModel.fuse` keeps for its backward pass, and takes on the way."""
     values = sizes.sources * config.num_aux * config.target_hidden_size
-    norms = (0, 1, 3)[config.norm_before_fc + config.fc_norm]  # the second one's input needs a gradient
+    norms = _norms(config)
     yield Entry("activations", "aux states of the sources", values * BF16, span("fuse", "autograd"))
     if norms:
         kept = SUMS * norms * values
         yield Entry("activations", "what fc_norm and norm_before_fc keep", kept, span("fuse", "autograd"))
+        back = _UNNORMING * values
+        yield Entry("workspace", "backward through fc_norm and norm_before_fc", back, span("autograd", "autograd"))
     given = max(types.states, BF16)  # by `aux_rows`: alive until `fc` is done, beside its cast
     held = 0 if given == (types.weights if norms else BF16) else given
     wide = values * max(_DEQUANTIZED - BF16 if types.scaled else 0, held + (_NORMING if norms else 0))
@@ -181,11 +186,17 @@ def _fused_states(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[E
     yield Entry("activations", "step 0's states, the tokens' embeddings", both, span("fuse", "finish"))
 
 
+def _norms(config: DraftConfig) -> int:
+    """How many values `fc_norm` and `norm_before_fc` keep of one; the second one's input needs a gradient."""
+    return (0, 1, 3)[config.norm_before_fc + config.fc_norm]
+
+
 def _fc_rows(config: DraftConfig, types: Types, sizes: Sizes) -> int:
-    """What `linear` rounds for `fc`'s gradient, beside that gradient."""
+    """What `linear` rounds for `fc`'s gradient, beside that gradient, and `fc` itself where what it reads needs one."""
     hidden, aux = config.hidden_size, config.num_aux * config.target_hidden_size
     both = rounded(sizes.sources, hidden) + columns(sizes.sources, hidden) + columns(sizes.sources, aux)
-    return max(both + rounded(sizes.sources, aux) - hidden * aux * types.weights, both)
+    weight = rounded(hidden, aux) + columns(hidden, aux) if _norms(config) else 0
+    return weight + max(both + rounded(sizes.sources, aux) - hidden * aux * types.weights, both)
 
 
 def _shared_sizes(config: DraftConfig, sources: int, chains: int) -> dict[str, int]:

@@ -200,8 +200,10 @@ def test_fusing_the_layers_takes_what_the_ledger_says(types: Types, names: tuple
     expected_peak = found + state + sizes["reading and casting states"]
     assert peak <= expected_peak
     assert names or peak > 0.85 * expected_peak
-    backward = sizes["fc's gradient"] + sizes.get("fc's rows in float8", 0)
-    assert names or count.peak - kept - state == pytest.approx(backward, rel=0.01)
+    backward = [sizes["fc's gradient"], sizes.get("fc's rows in float8", 0)]
+    backward += [sizes.get("backward through fc_norm and norm_before_fc", 0)]
+    assert count.peak - kept - state <= 1.001 * sum(backward)
+    assert count.peak - kept - state > (0.4 if names else 0.999) * sum(backward)
 
 
 def meta_batch(config: DraftConfig, types: Types, tokens: int, supervised: int) -> DraftBatch:
