@@ -231,9 +231,10 @@ def test_a_bound_holds_for_any_mask() -> None:
             mask = torch.rand(1, tokens, generator=generator) < torch.rand(1, generator=generator)
             plan = plan_chains(mask, torch.zeros(1, tokens, dtype=torch.int64), 4, rule)
             ttt, supervised = TTTSettings(4, 0.8, rule, 50), int(mask.sum())
-            found = step_ledger(KIMI, MIXED, Sizes.of(plan, tokens, supervised, 50))
-            bound = step_ledger(KIMI, MIXED, Sizes.at_most(tokens, supervised, ttt))
-            assert all(found.at(phase) <= bound.at(phase) for phase in PHASES)
+            for types in (MIXED, MIXED_FLOAT8):
+                found = step_ledger(KIMI, types, Sizes.of(plan, tokens, supervised, 50))
+                bound = step_ledger(KIMI, types, Sizes.at_most(tokens, supervised, ttt))
+                assert all(found.at(phase) <= bound.at(phase) for phase in PHASES)
 
 
 @pytest.mark.parametrize(
