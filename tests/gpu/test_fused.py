@@ -110,6 +110,20 @@ def test_norm(width: int, cuda: ModuleType) -> None:
     assert_near(sums.sum(0)[None], exact_sums.sum(0)[None], 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [7168, 576, 100])
+def test_a_gradient_without_the_norms_weight(width: int, dtype: torch.dtype, cuda: ModuleType) -> None:
+    wide, matrix, weight = randn(613, 2 * width).to(dtype), randn(613, 2 * width, seed=1), randn(width, seed=2)
+    sums = torch.ones_like(cuda.norm_sums(width, wide))
+    exact, exact_sums = wide.double(), sums.double().sum(0)[None]
+    right = wide[:, width:].clone()
+    plain.unnormed_grad(exact[:, :width], matrix[:, :width].double(), weight.double(), exact_sums)
+    cuda.unnormed_grad(wide[:, :width], matrix[:, :width], weight, sums)
+    assert_near(wide[:, :width], exact[:, :width])
+    assert_near(sums.sum(0)[None], exact_sums, 1e-4)
+    assert torch.equal(wide[:, width:], right)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rotation(shape: tuple[int, int, int], cuda: ModuleType) -> None:
     heads, rotated, width = shape

@@ -8,7 +8,7 @@ from eagle3.draft.fused.quantized import Quantized
 from eagle3.draft.kernels.attention import attend, attend_grad_query
 from eagle3.draft.kernels.attention_grad import attend_grad_own, attend_grad_sources, source_sums
 from eagle3.draft.kernels.loss import cross_entropy
-from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums
+from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums, unnormed_grad
 from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
 from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows, quantized_room
 from eagle3.draft.kernels.rope import rotate_in, rotate_out
@@ -32,6 +32,7 @@ __all__ = [
     "source_sums",
     "swiglu",
     "swiglu_grad",
+    "unnormed_grad",
     "wide",
 ]
 

@@ -90,7 +90,7 @@ class _Fused(torch.autograd.Function):
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             parameters = list(values)
             weights = kept.get(lambda: Weights.of(config, parameters, dtype, ops, kept.float8))
-            gradients = Gradients(weights, parameters, ops.norm_sums) if any(ctx.needs_input_grad) else None
+            gradients = Gradients(weights, parameters, ops) if any(ctx.needs_input_grad) else None
             step = Step(ops, config, weights, inputs, gradients)
             sums = torch.zeros(len(inputs.scales), dtype=ops.wide(dtype), device=hidden.device)
             for rows in step.run():

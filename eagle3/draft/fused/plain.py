@@ -68,6 +68,19 @@ def norm_grad(
     return result.to(x.dtype) if out is None else out.copy_(result)
 
 
+def unnormed_grad(total: torch.Tensor, matrix: torch.Tensor, weight: torch.Tensor, sums: torch.Tensor) -> None:
+    """From the gradient of a matrix whose rows were normed, but not multiplied by the norm's weight, to the true one.
+
+    Args:
+        total: [out, in], that gradient; multiplied by the weight in place.
+        matrix: [out, in].
+        weight: [in], the norm's.
+        sums: its gradient is added to it.
+    """
+    sums[0] += (total * matrix).sum(0, dtype=sums.dtype)
+    total *= weight
+
+
 def rotate_in(
     projected: torch.Tensor,
     shared: torch.Tensor,

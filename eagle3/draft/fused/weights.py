@@ -150,15 +150,16 @@ class Gradients:
     Args:
         weights: of the step.
         parameters: the parameters themselves, whose type their gradients get.
-        norm_sums: makes the place where a norm's gradient is added up, by width.
+        ops: `plain` or `cuda`.
     """
 
     def __init__(
         self,
         weights: Weights,
         parameters: list[torch.Tensor],
-        norm_sums: Callable[[int, torch.Tensor], torch.Tensor],
+        ops: ModuleType,
     ) -> None:
+        self._ops = ops
         self._named = dict(zip(NAMES, parameters, strict=True))
         self._products = weights.products
         whole = torch.empty_like(weights.qkv.whole, dtype=self._named["q_proj"].dtype)
@@ -167,7 +168,7 @@ class Gradients:
         self._totals["hidden_all"] = self.qkv.hidden_all
         self._begun: set[str] = set()
         example = weights.qkv.whole
-        self.norm_sums = {name: norm_sums(len(self._named[name]), example) for name in NORMS}
+        self.norm_sums = {name: ops.norm_sums(len(self._named[name]), example) for name in NORMS}
 
     def add(self, name: str, grad: Any, rows: Any) -> None:
         """Adds grad [N, out]^T times rows [N, in], both from `Operand.columns`, to a matrix of `MATRICES` or
@@ -194,8 +195,7 @@ class Gradients:
             (self.qkv.embedded_pair, weights.qkv.embedded_pair, pair),
         ):
             sum_up(total, grad, rows, False)
-            sums[0] += (total * matrix).sum(0, dtype=sums.dtype)
-            total *= norm
+            self._ops.unnormed_grad(total, matrix, norm, sums)
 
     def in_order(self) -> list[torch.Tensor]:
         """In the order of `NAMES`, in the parameters' types."""

@@ -12,6 +12,9 @@ import triton.language as tl
 PROGRAMS = 264
 """Programs of `norm_grad`, each with a row of its own in the weight's sums: two on each of an H200's 132 processors."""
 
+_ROW_PROGRAMS, _COLUMNS = 88, 1024
+"""Programs of `unnormed_grad` that share the rows, of at most `PROGRAMS`, and columns of each."""
+
 
 def norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -57,6 +60,15 @@ def norm_grad(
     return out
 
 
+def unnormed_grad(total: torch.Tensor, matrix: torch.Tensor, weight: torch.Tensor, sums: torch.Tensor) -> None:
+    """As `plain.unnormed_grad`; rows may lie apart."""
+    rows, width = total.shape
+    block = min(_COLUMNS, triton.next_power_of_2(width))
+    _unnormed_grad[(_ROW_PROGRAMS, triton.cdiv(width, block))](
+        total, matrix, weight, sums, rows, total.stride(0), matrix.stride(0), width, block, num_warps=4
+    )
+
+
 @triton.jit
 def _norm(x, weight, out, factors, x_row, out_row, width: tl.constexpr, eps, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -92,3 +104,21 @@ def _norm_grad(
         result += tl.load(add + row * add_row + column, mask=inside & (row < added), other=0.0).to(tl.float32)
         tl.store(out + row * out_row + column, result.to(out.dtype.element_ty), mask=inside)
     tl.store(total_at, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _unnormed_grad(
+    total, matrix, weight, sums, rows, total_row, matrix_row, width: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    sum_at = sums + first * width + column
+    found = tl.load(sum_at, mask=inside, other=0.0)
+    for row in range(first, rows, tl.num_programs(0)):
+        at = total + row * total_row + column
+        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        found += value * tl.load(matrix + row * matrix_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, (value * scale).to(total.dtype.element_ty), mask=inside)
+    tl.store(sum_at, found, mask=inside)

@@ -215,9 +215,9 @@ def test_a_trainer_that_stops_before_its_checkpoint_sees_the_same_windows_again(
     trained: list[str] = []
     original = Trainer._step
 
-    def step(self: Trainer, window: object, batches: list[object]) -> str:
+    def step(self: Trainer, window: object, batches: list[object], ahead: object) -> str:
         trained.append(" ".join(name for batch in batches for name in batch.sample_ids))  # type: ignore[attr-defined]
-        return original(self, window, batches)  # type: ignore[arg-type]
+        return original(self, window, batches, ahead)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "_step", step)
     start(plan)
