@@ -240,4 +240,5 @@ def _finishing(config: DraftConfig, types: Types, sizes: Sizes) -> int:
     hidden, (query, pair) = config.hidden_size, widths(config)
     pairs = sizes.sources * pair
     rows = (sizes.sources * hidden + pairs + sizes.chains * (query + hidden)) * BF16
-    return pairs * BF16 + max(pairs * (SUMS + BF16), pairs * BF16 + rows + query * hidden * types.weights)
+    product = 0 if types.weights == BF16 else query * hidden * types.weights
+    return pairs * BF16 + max(pairs * (SUMS + BF16), pairs * BF16 + rows + product)

@@ -23,6 +23,9 @@ class Ops:
     def norm_grad(self, x, factor, weight, grad, sums, add=None, out=None):  # type: ignore[no-untyped-def]
         return torch.empty_like(x) if out is None else out
 
+    def unnormed_grad(self, *_):  # type: ignore[no-untyped-def]
+        return None
+
     def rotate_in(self, projected, shared, rows, shift, turn, rotated, out):  # type: ignore[no-untyped-def]
         return out
 
