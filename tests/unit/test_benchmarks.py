@@ -6,6 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+
+from eagle3.draft.chains import plan_chains
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.fused.memory import Sizes, Types, step_ledger
 
 ROOT = Path(__file__).parents[2]
 PEER = """
@@ -35,6 +43,20 @@ def test_the_training_steps_benchmark_times_both_steps_and_a_peer(tmp_path: Path
         assert line["tokens_per_second"] > 0 and 0.3 < line["supervised_fraction"] < 0.7
     assert all(line["matmul_share"] > 0 for line in found if line["step"] == "eagle3")
     assert ["planned_gib" in line for line in found] == [True, False, False, False]
+
+
+def test_the_training_steps_benchmark_plans_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found, device = run_path(str(ROOT / "benchmarks" / "train_step.py")), torch.device("cpu")
+    batch = found["make_batch"]("tiny", 96, 2, 0.5, device)
+    config, tokens = found["make_config"]("tiny"), batch.input_ids.numel()
+    for float8 in (False, True):
+        ttt = TTTSettings(2, 0.8, "served", 20, float8)
+        module, _ = found["make_module"]("tiny", ttt, device, "bf16")
+        plan = plan_chains(batch.loss_mask, batch.document_ids, 2, "served")
+        sizes = Sizes.of(plan, tokens, len(batch.last_hidden), 20)
+        expected = step_ledger(config, Types(2, 2, float8=float8), sizes).peak
+        assert found["planned_bytes"](module, batch, ttt) == expected
 
 
 def test_the_optimizers_benchmark_times_every_type_of_moments() -> None:

@@ -142,8 +142,8 @@ def _batch(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     hidden, aux = config.target_hidden_size, config.num_aux * config.target_hidden_size
     scales = 4 * (sizes.tokens * config.num_aux + sizes.supervised) if types.scaled else 0
     stored = (sizes.tokens * aux + sizes.supervised * hidden) * types.states
-    yield Entry("batch", "aux and last states", stored + scales, span("count", "finish"))
-    yield Entry("batch", "ids, positions, loss mask", sizes.tokens * 25, span("count", "finish"))
+    yield Entry("batch", "aux and last states", stored + scales, span("count", "autograd"))
+    yield Entry("batch", "ids, positions, loss mask", sizes.tokens * 25, span("count", "autograd"))
     teacher = _teacher_bytes(config, sizes)
     yield Entry("teacher", "the target's logits on the draft vocab", teacher, span("count", "autograd"))
     states = sizes.chains * hidden
