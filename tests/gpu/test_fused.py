@@ -230,10 +230,25 @@ def test_products_in_float8(shape: tuple[int, int, int], out_dtype: torch.dtype,
     a, b = cuda.quantize_rows(randn(m, k)), cuda.quantize_rows(randn(n, k, seed=1))
     exact = plain.scaled_product(a, b, torch.float32)
     assert_near(cuda.scaled_product(a, b, out_dtype), exact)
+    assert_near(cuda.scaled_product(a, b, out_dtype, precise=False), exact, 4 * ONE_ROUNDING)
     wide = poison(m, n + 64, dtype=out_dtype)
     cuda.scaled_product(a, b, out_dtype, wide[:, :n])
     assert_near(wide[:, :n], exact)
     assert wide[:, n:].isnan().all()
+
+
+def test_a_precise_product_keeps_small_values_beside_a_large_one(cuda: ModuleType) -> None:
+    """As in a softmax's gradient: half of the sum is in one value, the rest in thousands of small ones."""
+    count = 16384
+    x = torch.full((64, count), -1 / count, device="cuda")
+    x[:, 0] = 1
+    a, b = cuda.quantize_rows(x), cuda.quantize_rows(torch.ones(64, count, device="cuda"))
+    exact = plain.scaled_product(a, b, torch.float32)
+    errors = [
+        float((cuda.scaled_product(a, b, torch.float32, precise=precise) - exact).abs().max())
+        for precise in (True, False)
+    ]
+    assert errors[0] < 0.02, errors
 
 
 @pytest.mark.parametrize(("float8", "bound"), [(False, 0.08), (True, 0.15)])

@@ -69,3 +69,14 @@ def test_the_optimizers_benchmark_times_every_type_of_moments() -> None:
     assert sizes[0] > sizes[1] > sizes[2] and found["torch"]["moments_bytes"] == sizes[0]
     count = found["float32"]["parameters"]
     assert found["float32"]["bytes"] == count * 28 and count * 16 < found["float8"]["bytes"] < count * 17
+
+
+def test_the_float8_benchmark_trains_with_and_without() -> None:
+    command = [sys.executable, "benchmarks/float8.py", "--device", "cpu", "--hidden", "64", "--vocab", "64"]
+    command += ["--documents", "1", "--steps", "20", "--seeds", "0", "--rate", "3e-3"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    plain, float8 = map(json.loads, lines)
+    assert (plain["float8"], float8["float8"]) == (False, True) and plain["losses"] != float8["losses"]
+    for found in (plain, float8):
+        assert len(found["losses"]) == 10 and found["losses"][-1] < 0.9 * found["losses"][0]
+    assert abs(float8["losses"][-1] / plain["losses"][-1] - 1) < 0.05

@@ -42,8 +42,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `plain.scaled_product`; cuBLAS's and CUTLASS's products with a scale for each row of both."""
+def scaled_product(
+    a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None, precise: bool = True
+) -> torch.Tensor:
+    """As `plain.scaled_product`; cuBLAS's product with a scale for each row of both.
+
+    Unless `precise`, Hopper's matrix units sum up with about 14 bits over the whole of K (arXiv 2412.19437, 3.3.2).
+    """
     return torch._scaled_mm(
-        a.values, b.values.T, a.scales[:, None], b.scales[None], out_dtype=dtype, use_fast_accum=True, out=out
+        a.values, b.values.T, a.scales[:, None], b.scales[None], out_dtype=dtype, use_fast_accum=not precise, out=out
     )

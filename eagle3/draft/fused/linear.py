@@ -35,6 +35,6 @@ class _Linear(torch.autograd.Function):
         ops = choose_ops(x)
         rows, x_grad = ops.quantize_rows(grad), None
         if ctx.needs_input_grad[0]:
-            x_grad = ops.scaled_product(rows, ops.quantize_columns(ops.quantize_rows(weight)), x.dtype)
+            x_grad = ops.scaled_product(rows, ops.quantize_columns(ops.quantize_rows(weight)), x.dtype, precise=False)
         columns = ops.quantize_columns(rows), ops.quantize_columns(ops.quantize_rows(x))
-        return x_grad, ops.scaled_product(*columns, weight.dtype)
+        return x_grad, ops.scaled_product(*columns, weight.dtype, precise=False)

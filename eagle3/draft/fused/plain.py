@@ -354,8 +354,14 @@ def quantize_columns(x: Quantized) -> Quantized:
     return quantize_rows((x.values.to(x.scales.dtype) * x.scales[:, None]).T)
 
 
-def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a [M, K] times b [N, K] turned, [M, N] in `dtype`."""
+def scaled_product(
+    a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None, precise: bool = True
+) -> torch.Tensor:
+    """a [M, K] times b [N, K] turned, [M, N] in `dtype`.
+
+    Args:
+        precise: sum up in float32; a GPU may be faster with fewer bits.
+    """
     left, right = (part.values.to(part.scales.dtype) * part.scales[:, None] for part in (a, b))
     found = (left @ right.T).to(dtype)
     return found if out is None else out.copy_(found)

@@ -3,6 +3,10 @@
 Rows of all steps that are multiplied with matrices, and then make a matrix's gradient, are an *operand*. In float8 its
 rows are rounded once, step by step; the gradient's product reads them with other scales, which rounds nothing more.
 
+The gradient of a softmax has a large value in a row and many that are small, but of one sign and together as large:
+sums over them need all of float32's bits. So the head's gradients are summed up precisely, other products with the bits
+that Hopper's matrix units have when they are fastest. Drafters came out worse without that (docs/benchmarks.md).
+
 Shapes: N rows of all steps, R rows of one, W width, `out` and `in` widths of a matrix [out, in].
 """
 
@@ -16,6 +20,8 @@ import torch
 
 from eagle3.draft.fused.gemm import sum_up
 from eagle3.draft.fused.quantized import Quantized
+
+_PRECISE = {"lm_head"}
 
 
 class Operand(Protocol):
@@ -57,10 +63,11 @@ class Products(Protocol):
         """Rows [R, out] times the matrix, plus `add`: [R, in]; `out` may be `add`."""
         ...
 
-    def add_gradient(self, total: torch.Tensor, grad: Any, rows: Any, more: bool) -> None:
+    def add_gradient(self, total: torch.Tensor, name: str, grad: Any, rows: Any, more: bool) -> None:
         """Puts grad [N, out] turned times rows [N, in] into `total` [out, in], or adds it where there is `more`.
 
         Args:
+            name: of the matrix whose gradient it is.
             grad, rows: from `Operand.columns`.
         """
         ...
@@ -108,7 +115,7 @@ class PlainProducts:
     ) -> torch.Tensor:
         return _product(rows, self._matrices[name], out, add)
 
-    def add_gradient(self, total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, more: bool) -> None:
+    def add_gradient(self, total: torch.Tensor, name: str, grad: torch.Tensor, rows: torch.Tensor, more: bool) -> None:
         sum_up(total, grad, rows, more)
 
 
@@ -161,26 +168,25 @@ class Float8Products:
     def forward(
         self, rows: Quantized, name: str, out: torch.Tensor | None = None, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._product(rows, self._by_output[name], out, add)
+        return self._product(rows, self._by_output[name], out, add, precise=False)
 
     def backward(
         self, rows: Quantized, name: str, out: torch.Tensor | None = None, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._product(rows, self._by_input[name], out, add)
+        return self._product(rows, self._by_input[name], out, add, precise=name in _PRECISE)
 
-    def add_gradient(self, total: torch.Tensor, grad: Quantized, rows: Quantized, more: bool) -> None:
+    def add_gradient(self, total: torch.Tensor, name: str, grad: Quantized, rows: Quantized, more: bool) -> None:
+        precise = name in _PRECISE
         if more:
-            total.add_(self._ops.scaled_product(grad, rows, total.dtype))
+            total.add_(self._ops.scaled_product(grad, rows, total.dtype, precise=precise))
         else:
-            self._ops.scaled_product(grad, rows, total.dtype, total)
+            self._ops.scaled_product(grad, rows, total.dtype, total, precise)
 
     def _product(
-        self, rows: Quantized, matrix: Quantized, out: torch.Tensor | None, add: torch.Tensor | None
+        self, rows: Quantized, matrix: Quantized, out: torch.Tensor | None, add: torch.Tensor | None, precise: bool
     ) -> torch.Tensor:
-        if add is None:
-            found: torch.Tensor = self._ops.scaled_product(rows, matrix, self._dtype, out)
-            return found
-        return torch.add(add, self._ops.scaled_product(rows, matrix, self._dtype), out=out)
+        found: torch.Tensor = self._ops.scaled_product(rows, matrix, self._dtype, out if add is None else None, precise)
+        return found if add is None else torch.add(add, found, out=out)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, add: torch.Tensor | None) -> torch.Tensor:

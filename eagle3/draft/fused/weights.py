@@ -173,7 +173,7 @@ class Gradients:
     def add(self, name: str, grad: Any, rows: Any) -> None:
         """Adds grad [N, out]^T times rows [N, in], both from `Operand.columns`, to a matrix of `MATRICES` or
         `hidden_all`."""
-        self._products.add_gradient(self._totals[name], grad, rows, name in self._begun)
+        self._products.add_gradient(self._totals[name], name, grad, rows, name in self._begun)
         self._begun.add(name)
 
     def add_pair(self, grad: torch.Tensor, rows: torch.Tensor) -> None:

@@ -72,5 +72,5 @@ class Ops:
         rows, width = x.values.shape
         return self.quantized_room(width, -(-rows // MULTIPLE) * MULTIPLE, x.values)
 
-    def scaled_product(self, a, b, dtype, out=None):  # type: ignore[no-untyped-def]
+    def scaled_product(self, a, b, dtype, out=None, precise=True):  # type: ignore[no-untyped-def]
         return a.values.new_empty(len(a.values), len(b.values), dtype=dtype) if out is None else out

@@ -140,3 +140,23 @@ def test_it_needs_the_fused_step() -> None:
         TTTSettings(chunk=None, float8=True)
     with pytest.raises(ProblemsError, match=r"ttt\.float8"):
         TTTSettings(float8="yes")  # type: ignore[arg-type]
+
+
+def test_only_the_heads_gradients_are_summed_up_precisely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings = wide_model(), TTTSettings(2, chunk=40, float8=True)
+    head, vocab = model.lm_head.weight, model.config.draft_vocab_size
+    seen: list[tuple[bool, tuple[int, int, int]]] = []
+    original = plain.scaled_product
+
+    def watching(
+        a: Quantized, b: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None, precise: bool = True
+    ) -> torch.Tensor:
+        seen.append((precise, (len(a.values), len(b.values), a.values.shape[1])))
+        return original(a, b, dtype, out, precise)
+
+    monkeypatch.setattr(plain, "scaled_product", watching)
+    gradients(model, run_loss(model, make_batch([random_documents(4, 1, longest=30)]), settings).loss)
+    precise = [shape for exact, shape in seen if exact]
+    assert precise and len(precise) < len(seen) / 4
+    for rows, columns, summed in precise:  # rows x [D, H], over D; or grad [D, N] x rows [H, N], over N
+        assert summed == vocab or (rows, columns) == tuple(head.shape)
