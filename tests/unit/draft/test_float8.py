@@ -157,6 +157,7 @@ def test_only_the_heads_gradients_are_summed_up_precisely(monkeypatch: pytest.Mo
     monkeypatch.setattr(plain, "scaled_product", watching)
     gradients(model, run_loss(model, make_batch([random_documents(4, 1, longest=30)]), settings).loss)
     precise = [shape for exact, shape in seen if exact]
-    assert precise and len(precise) < len(seen) / 4
-    for rows, columns, summed in precise:  # rows x [D, H], over D; or grad [D, N] x rows [H, N], over N
-        assert summed == vocab or (rows, columns) == tuple(head.shape)
+    backward = [summed == vocab for _, _, summed in precise]  # rows [N, D] x [D, H]
+    gradient = [(rows, columns) == tuple(head.shape) for rows, columns, _ in precise]
+    assert sum(backward) == sum(gradient) == len(precise) / 2 > 0
+    assert len(precise) < len(seen) / 4
