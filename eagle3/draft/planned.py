@@ -75,7 +75,8 @@ def _moved(chunk: Chunk, parts: Iterator[torch.Tensor]) -> Chunk:
 
 def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
     padded = [torch.nn.functional.pad(part.flatten().int(), (0, -part.numel() % _ALIGNED)) for part in parts]
-    return torch.cat(padded).pin_memory()
+    packed = torch.cat(padded)
+    return packed.pin_memory() if torch.cuda.is_available() else packed
 
 
 def _unpack(packed: torch.Tensor, like: list[torch.Tensor]) -> Iterator[torch.Tensor]:

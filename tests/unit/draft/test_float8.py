@@ -15,7 +15,17 @@ from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss, count_terms
 from eagle3.errors import ProblemsError
 
-from .cases import gradients, make_batch, make_document, make_head, make_model, make_vocab, random_documents, run_loss
+from .cases import (
+    gradients,
+    make_batch,
+    make_config,
+    make_document,
+    make_head,
+    make_model,
+    make_vocab,
+    random_documents,
+    run_loss,
+)
 
 LARGEST = 448.0
 HALF_STEP = 1 / 16  # of e4m3's 3 bits, relative
@@ -97,6 +107,19 @@ def test_losses_and_gradients_are_near_exact_ones(chunk: int) -> None:
         for name, value in gradients(model, found.loss).items()
     }
     assert min(errors.values()) > 0.01 and max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("options", [{"fc_norm": True}, {"norm_before_fc": True}, {"norm_output": True}])
+def test_gradients_reach_the_norms_before_fc(options: dict[str, bool]) -> None:
+    batch = make_batch([[make_document([0] * 5 + [1] * 60, 1)]])
+    model = make_model(make_config(**options))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(0.5 if value.ndim == 2 else 1)
+    settings = TTTSettings(3, chunk=100)
+    exact = gradients(model, run_loss(model, batch, settings).loss)
+    for name, value in gradients(model, run_loss(model, batch, replace(settings, float8=True)).loss).items():
+        assert (value - exact[name]).norm() < 0.15 * exact[name].norm(), name
 
 
 def test_random_batches_go_through_in_float8_too() -> None:
