@@ -1,5 +1,6 @@
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from eagle3.data import row_reader
-from eagle3.data.loader import BatchPlan, Window, collate, empty_batch, load_windows
+from eagle3.data.loader import Ahead, BatchPlan, Window, begin_windows, collate, empty_batch, load_windows
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_layout import LastRows
+from eagle3.draft.config import TTTSettings
+from eagle3.draft.planned import plan_batch
 from eagle3.errors import ProblemsError
 
 from .cases import AUX, HIDDEN, contract, make_store, sample, writer
@@ -224,3 +227,16 @@ def test_fault_03_a_sample_without_supervised_tokens_may_be_stored_and_batched(t
         store.write_shard([bare])
     [[batch]] = load_windows(StoreReader(tmp_path / "store"), plan(1).epoch(0), [0], 64)
     assert batch.loss_mask.sum() == 0
+
+
+def test_windows_are_planned_as_they_are_read(reader: StoreReader) -> None:
+    windows, settings = plan(7).epoch(0), TTTSettings(3)
+    with closing(begin_windows(reader, windows, range(7), 64, ttt=settings)) as begun:
+        ahead = Ahead(begun)
+        for window in windows:
+            for batch in ahead.take():
+                expected = plan_batch(batch.loss_mask, batch.document_ids, settings)
+                assert batch.planned is not None and torch.equal(batch.planned.active, expected.active)
+            assert window is windows[-1] or ahead._next is None
+            ahead.begin()
+            assert (ahead._next is None) == (window is windows[-1])

@@ -6,7 +6,9 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from eagle3.data.loader import Ahead
 from eagle3.data.store import StoredSample, StoreReader
+from eagle3.draft.batch import DraftBatch
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json
 from eagle3.train.setup import make_setup
@@ -217,3 +219,19 @@ def test_bf16_on_a_cpu_is_honoured_with_float32_weights(tmp_path: Path, capsys: 
     losses = [log(tmp_path / name)[0]["loss"] for name in ("exact", "bf16")]
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
     assert "mixed_precision=no is usually faster" in capsys.readouterr().err
+
+
+def test_the_next_window_is_begun_while_this_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = write_random_store(tmp_path / "store", count=6)
+    taken: list[bool] = []
+    original = Ahead.take
+
+    def take(self: Ahead) -> list[DraftBatch]:
+        taken.append(self._next is not None)
+        batches = original(self)
+        assert all(batch.planned is not None for batch in batches)
+        return batches
+
+    monkeypatch.setattr(Ahead, "take", take)
+    run_training(train_config(store, tmp_path / "run", batch_size=2, epochs=2))
+    assert taken == [False, True, True] * 2
