@@ -84,15 +84,15 @@ class MemoryPlan:
 
 
 def plan_memory(config: TrainConfig, device_memory: float | None = None) -> MemoryPlan:
-    """Plans a run; reads the dataset's lengths and some of its loss masks, and writes nothing
-    but the cache of a store at a URL.
+    """Plans a run; reads the dataset's lengths and some of its loss masks, and writes nothing but the
+    cache of a store at a URL.
 
     Args:
         device_memory: of the card, in GiB; None asks the first GPU.
 
     Raises:
-        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`, `plan.processes`: this is not modelled; `train.float8`: a
-            product cannot be made; whatever is wrong with the dataset or the drafter's shape.
+        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; `plan.processes`;
+            `train.float8`: a product cannot be made; whatever is wrong with the dataset or the drafter's shape.
     """
     card, problems = find_card(device_memory)
     processes, wrong = find_processes(os.environ)
