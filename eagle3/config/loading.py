@@ -51,8 +51,7 @@ def build_config(
     except ValidationError as error:
         details = [(detail, ".".join(map(str, detail["loc"]))) for detail in error.errors()]
         raise ProblemsError(
-            _problem(model, detail, key, COMMAND_LINE if _is_within(key, overridden) else where)
-            for detail, key in details
+            _problem(model, detail, key, _place(key, where, overridden)) for detail, key in details
         ) from None
 
 
@@ -144,6 +143,13 @@ def _problem(model: type[Section], detail: Any, key: str, where: str) -> Problem
         return Problem(where, "config.value", message, "correct these keys; --help says what they mean")
     message = f"{key} is {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
     return Problem(where, "config.value", message, f"correct {key}; --help says what it means")
+
+
+def _place(key: str, where: str, overridden: frozenset[str]) -> str:
+    """Where a wrong key was given; the empty key stands for several of them."""
+    if not key and overridden and where != COMMAND_LINE:
+        return f"{where}, {COMMAND_LINE}"
+    return COMMAND_LINE if _is_within(key, overridden) else where
 
 
 def _is_within(key: str, sections: frozenset[str]) -> bool:

@@ -229,19 +229,23 @@ def begin_windows(
         reader: the store.
         windows: of `BatchPlan.epoch`; slice it to resume in the middle of an epoch.
         indices: the plan's sample i is sample `indices[i]` of the store.
-        max_length: longest row, in tokens.
+        max_length: longest sample, in tokens; longer ones are cut.
         rank: of this process.
         threads: that read, see `RowReader`.
         ttt: plan the batches for it, in the background too.
     """
     groups = [[indices[i] for micro_batch in window for row in micro_batch[rank] for i in row] for window in windows]
     planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
-    with reader.ahead(groups) as done, RowReader(reader, threads) as states, planner:
-        for window in windows:
-            samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
-            batches, jobs = _begin(reader, states, samples, max_length)
-            plans = [planner.submit(plan_batch, batch.loss_mask, batch.document_ids, ttt) for batch in batches if ttt]
-            yield partial(_finish, batches, jobs, plans, done)
+    with reader.ahead(groups) as done, RowReader(reader, threads) as states:
+        try:
+            for window in windows:
+                samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
+                batches, jobs = _begin(reader, states, samples, max_length)
+                masks = [(batch.loss_mask, batch.document_ids) for batch in batches]
+                plans = [planner.submit(plan_batch, *mask, ttt) for mask in masks if ttt]
+                yield partial(_finish, batches, jobs, plans, done)
+        finally:
+            planner.shutdown(cancel_futures=True)
 
 
 class Ahead:

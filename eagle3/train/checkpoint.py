@@ -161,17 +161,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], moments: Moments
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], moments: Moments, updates: int
 ) -> None:
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
     Args:
         moments: how this optimizer stores its moments.
+        updates: steps that it took; 0: there is no state yet.
 
     Raises:
-        ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type.
+        ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
+            and counts of other steps.
     """
-    if not tensors:
+    if not tensors and not updates:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -190,6 +192,8 @@ def load_optimizer_tensors(
         if found.get(name) != form
     ]
     wrong += [f"{name} is unknown" for name in sorted(set(tensors) - set(expected))]
+    steps = {name: float(tensors[name]) for name in expected if name.endswith(".step") and not wrong}
+    wrong += [f"{name} is {step:g}, expected {updates}" for name, step in steps.items() if step != updates]
     if wrong:
         message = f"not {moments} moments of this model: {'; '.join(wrong)}"
         raise problem_error(OPTIMIZER_FILE, "checkpoint.moments", message, "resume with the config of that run")

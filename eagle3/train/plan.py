@@ -6,9 +6,8 @@ against.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from eagle3.draft.fused.ledger import GROUPS, Phase
 from eagle3.draft.fused.memory import Types
 from eagle3.draft.states import FP8
 from eagle3.errors import Problem, raise_problems
-from eagle3.files import size_text
+from eagle3.files import is_url, size_text
 from eagle3.train.float8 import check_float8
 from eagle3.train.memory import Run, evaluation_bytes
 from eagle3.train.samples import Samples
@@ -32,6 +31,7 @@ _CONTEXT = 1 << 30
 _SPARE = 0.05
 """Share of the peak left for gaps between the allocator's blocks and what the ledger misses."""
 _GRAIN, _MOST_TOKENS = 256, 1 << 20
+_MOST_GIB, _MOST_DIGITS = 1 << 20, 5
 _PHASES: dict[Phase, str] = {
     "count": "counting terms and reading the teacher",
     "fuse": "fusing the captured layers",
@@ -68,29 +68,36 @@ class Card:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes, and whether that fits."""
+    """What a run takes, and whether that fits.
+
+    Attributes:
+        cached: whether datasets at URLs were read, through the cache.
+    """
 
     lines: Sequence[str]
     problems: Sequence[Problem]
+    cached: bool = False
 
     def render(self) -> str:
-        return "\n".join([*self.lines, *map(str, self.problems), "plan: nothing was written"])
+        but = " but the cache of the store at a URL" if self.cached else ""
+        return "\n".join([*self.lines, *map(str, self.problems), f"plan: nothing was written{but}"])
 
 
 def plan_memory(config: TrainConfig, device_memory: float | None = None) -> MemoryPlan:
-    """Plans a run; reads the dataset's lengths and some of its loss masks, and writes nothing.
+    """Plans a run; reads the dataset's lengths and some of its loss masks, and writes nothing but the
+    cache of a store at a URL.
 
     Args:
         device_memory: of the card, in GiB; None asks the first GPU.
 
     Raises:
-        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; `train.float8`: a
-            product cannot be made; whatever is wrong with the dataset or the drafter's shape.
+        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; `plan.processes`;
+            `train.float8`: a product cannot be made; whatever is wrong with the dataset or the drafter's shape.
     """
     card, problems = find_card(device_memory)
-    raise_problems(_not_modelled(config) + problems, "cannot plan")
+    processes, wrong = find_processes(os.environ)
+    raise_problems(_not_modelled(config) + problems + wrong, "cannot plan")
     assert card is not None
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     samples = open_samples(config, processes)
     run = make_run(config, samples, ttt_settings(config), processes)
     if run.ttt.float8:  # of a card that is not here, only its memory is known
@@ -112,14 +119,15 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
     if not problems:
         lines.append(f"it fits: {size_text(card.left(max(worst.bound, evaluation)))} to spare")
     lines.append(_most_line(most, config))
-    return MemoryPlan(lines, problems)
+    cached = any(map(is_url, filter(None, (config.dataset, config.eval_dataset))))
+    return MemoryPlan(lines, problems, cached)
 
 
 def find_card(device_memory: float | None) -> tuple[Card | None, list[Problem]]:
     """The card of `--device-memory`, else the first GPU."""
     if device_memory is not None:
-        if not (math.isfinite(device_memory) and device_memory > 0):
-            message = f"is {device_memory}, expected a card's memory in GiB, above 0"
+        if not 0 < device_memory <= _MOST_GIB:  # not true of NaN
+            message = f"is {device_memory:g}, expected a card's memory in GiB, above 0 and at most {_MOST_GIB:,}"
             return None, [Problem("--device-memory", "plan.device", message, "pass e.g. --device-memory 140")]
         return Card(f"{device_memory:g} GiB, as --device-memory says", int(device_memory * 2**30)), []
     if not torch.cuda.is_available():
@@ -127,6 +135,15 @@ def find_card(device_memory: float | None) -> tuple[Card | None, list[Problem]]:
         return None, [Problem("--plan", "plan.device", message, "name the card's memory: --device-memory GIB")]
     free, total = torch.cuda.mem_get_info()
     return Card(f"{torch.cuda.get_device_name()}, {size_text(free)} of {size_text(total)} free", free), []
+
+
+def find_processes(environment: Mapping[str, str]) -> tuple[int, list[Problem]]:
+    """How many processes a launcher started."""
+    text = environment.get("WORLD_SIZE", "1")
+    if text.isdecimal() and len(text) <= _MOST_DIGITS and int(text):
+        return int(text), []
+    message = f"is {text!r:.40}, expected the number of processes, 1 to {10**_MOST_DIGITS - 1:,}"
+    return 1, [Problem("WORLD_SIZE", "plan.processes", message, "let a launcher set it, set it, or unset it")]
 
 
 def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes: int) -> Run:
@@ -173,11 +190,12 @@ def _most_tokens(samples: Samples, config: TrainConfig, run: Run, card: Card) ->
         _, batches = largest(samples.train, config.model_copy(update=update), run)
         return card.holds(batches[0].bound(run).peak)
 
-    low, high = -(-config.max_length // _GRAIN), _MOST_TOKENS // _GRAIN
+    low = -(-config.max_length // _GRAIN)
+    high = max(low, _MOST_TOKENS // _GRAIN)
     if not fits(low):
         return 0
     if fits(high):
-        return _MOST_TOKENS
+        return high * _GRAIN
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -229,7 +247,7 @@ _SHOWN = ("weights", "gradients", "batch", "teacher")
 
 
 def _most_line(most: int, config: TrainConfig) -> str:
-    if most == _MOST_TOKENS:
+    if most >= _MOST_TOKENS:
         return f"batch_tokens={most} and more would fit"
     if not most:
         return f"no batch_tokens fits: not even one sample of max_length={config.max_length}"

@@ -97,6 +97,7 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
 
 def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> list[Problem]:
     mine, theirs = _flat(stored), _flat(given)
+    used = stored.model_dump().keys() & given.model_dump().keys()  # without what `batch_tokens` replaces
     fix = "use the config of that run, or another output folder"
     return [
         Problem(
@@ -106,7 +107,7 @@ def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> l
             fix,
         )
         for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE
+        if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE and key.partition(".")[0] in used
     ]
 
 

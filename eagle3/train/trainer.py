@@ -214,7 +214,8 @@ class Trainer:
         checkpoint = load_checkpoint(folder)
         self.module.model.load_trainable_state(checkpoint.weights)
         moments = self.config.optim.moments
-        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments)
+        updates = checkpoint.state.step - checkpoint.state.skipped
+        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments, updates)
         return checkpoint.state
 
     def _open_run(self) -> Tracker:

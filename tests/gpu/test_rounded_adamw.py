@@ -155,7 +155,7 @@ def test_moments_travel_from_the_card_to_the_cpu_and_back(moments: Moments) -> N
     other = make_model("cuda")
     other.load_state_dict(model.state_dict())
     resumed = make_optimizer(other, OptimSection(moments=moments), fused=False)
-    load_optimizer_tensors(resumed, other, tensors, moments)
+    load_optimizer_tensors(resumed, other, tensors, moments, 2)
     take_steps(model, optimizer, range(3, 6))
     take_steps(other, resumed, range(3, 6))
     mine, theirs = bits(optimizer_tensors(resumed, other)), bits(optimizer_tensors(optimizer, model))

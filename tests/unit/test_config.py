@@ -148,6 +148,14 @@ def test_a_budget_of_tokens_stands_in_place_of_rows(given: str) -> None:
     assert problem.message.endswith(f"leave out batch_tokens or {name}")
 
 
+def test_keys_of_a_file_and_of_the_command_line_that_do_not_go_together_name_both(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("max_length: 4096", encoding="utf-8")
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, path, [*MINIMAL, "batch_tokens=64"])
+    assert [problem.where for problem in caught.value.problems] == [f"{path}, command line"]
+
+
 def test_a_budget_that_the_longest_sample_exceeds_is_refused() -> None:
     with pytest.raises(ProblemsError, match="batch_tokens=4095 is less than max_length=4096, so a sample of that"):
         load_config(TrainConfig, None, [*MINIMAL, "batch_tokens=4095", "max_length=4096"])

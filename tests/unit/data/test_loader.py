@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.data import row_reader
+from eagle3.data import loader, row_reader
 from eagle3.data.loader import Ahead, BatchPlan, Window, begin_windows, collate, empty_batch, load_windows
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_layout import LastRows
@@ -172,6 +172,29 @@ def test_loading_reads_one_window_ahead_and_stops_with_its_consumer(
     batches.close()  # type: ignore[attr-defined]
     assert len(read) == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_rows")]
+
+
+def test_what_is_still_to_be_planned_is_dropped_with_the_consumer(
+    reader: StoreReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_: object) -> None:
+        planned.append(1)
+        began.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(loader, "plan_batch", slowly)
+    windows = BatchPlan(0, [4] * 7, 64, batch_size=1, accumulate=7).epoch(0)
+    begun = begin_windows(reader, windows, range(7), 64, ttt=TTTSettings(3))
+    next(begun)
+    assert began.wait(10)
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    begun.close()
+    assert planned == [1]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("plan")]
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])

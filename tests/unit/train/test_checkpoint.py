@@ -59,7 +59,7 @@ def test_resumed_moments_continue_bit_for_bit() -> None:
     trained(range(3), first, optimizer)
     second, resumed = fresh()
     second.load_state_dict(first.state_dict())
-    load_optimizer_tensors(resumed, second, optimizer_tensors(optimizer, first), "float32")
+    load_optimizer_tensors(resumed, second, optimizer_tensors(optimizer, first), "float32", 3)
     trained(range(3, 5), second, resumed)
     assert torch.equal(second.weight, whole.weight)
     assert torch.equal(second.bias, whole.bias)
@@ -74,7 +74,7 @@ def test_moments_of_another_model_are_refused_by_name() -> None:
     tensors["other.exp_avg"] = tensors.pop("bias.exp_avg")
     expected = r"bias\.exp_avg is missing, expected float32 \[2\]; other\.exp_avg is unknown"
     with pytest.raises(ProblemsError, match=expected):
-        load_optimizer_tensors(optimizer, model, tensors, "float32")
+        load_optimizer_tensors(optimizer, model, tensors, "float32", 1)
 
 
 @pytest.mark.parametrize("name", ["draft.safetensors", "optimizer.safetensors"])

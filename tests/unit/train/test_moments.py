@@ -59,7 +59,7 @@ def test_through_files_any_number_of_resumes_continue_bit_for_bit_in_the_stored_
         checkpoint = load_checkpoint(folder)
         model, resumed = fresh(moments, prepare)
         model.load_state_dict(checkpoint.weights)
-        load_optimizer_tensors(resumed, model, checkpoint.optimizer, moments)
+        load_optimizer_tensors(resumed, model, checkpoint.optimizer, moments, 2 * number + 2)
     mine, theirs = optimizer_tensors(resumed, model), optimizer_tensors(optimizer, whole)
     assert mine.keys() == theirs.keys()
     assert all(same_bits(mine[name], theirs[name]) for name in theirs)
@@ -74,7 +74,7 @@ def test_loaded_moments_are_a_copy(moments: Moments) -> None:
     tensors = {name: value.clone() for name, value in optimizer_tensors(optimizer, model).items()}
     kept = copy.deepcopy(tensors)
     other, resumed = fresh(moments)
-    load_optimizer_tensors(resumed, other, tensors, moments)
+    load_optimizer_tensors(resumed, other, tensors, moments, 2)
     train(other, resumed, range(2, 4))
     assert all(same_bits(tensors[name], kept[name]) for name in kept)
 
@@ -87,13 +87,13 @@ def test_moments_of_another_type_are_refused_with_what_was_found_and_expected(th
     tensors = optimizer_tensors(optimizer, model)
     other, resumed = fresh(now)
     if there == now:
-        load_optimizer_tensors(resumed, other, tensors, now)
+        load_optimizer_tensors(resumed, other, tensors, now, 1)
         return
     type_there, type_now = (moment_layout(torch.Size([71, 70]), kind)["exp_avg"][1] for kind in (there, now))
     shown = [str(kind).removeprefix("torch.") for kind in (type_there, type_now)]
     expected = rf"fc\.weight\.exp_avg is {shown[0]} \[71, 70\], expected {shown[1]} \[71, 70\]"
     with pytest.raises(ProblemsError, match=rf"(?s)checkpoint\.moments.*not {now} moments.*{expected}"):
-        load_optimizer_tensors(resumed, other, tensors, now)
+        load_optimizer_tensors(resumed, other, tensors, now, 1)
 
 
 def test_scales_of_another_length_are_refused() -> None:
@@ -102,7 +102,7 @@ def test_scales_of_another_length_are_refused() -> None:
     tensors = optimizer_tensors(optimizer, model)
     tensors["fc.weight.exp_avg_scale"] = tensors["fc.weight.exp_avg_scale"][:-1]
     with pytest.raises(ProblemsError, match=r"exp_avg_scale is float32 \[19\], expected float32 \[20\]"):
-        load_optimizer_tensors(optimizer, model, tensors, "float8")
+        load_optimizer_tensors(optimizer, model, tensors, "float8", 1)
 
 
 @pytest.mark.parametrize("moments", ALL)
@@ -140,3 +140,21 @@ def test_the_learning_rate_is_the_groups(moments: Moments) -> None:
     train(model, optimizer, range(2))
     assert torch.equal(model["fc"].weight, before)
     assert optimizer.state[model["fc"].weight]["step"] == 2
+
+
+@pytest.mark.parametrize("moments", ALL)
+@pytest.mark.parametrize("count", [-1.0, 0.0, 1.5, 3.0, float("nan")])
+def test_a_count_of_other_steps_is_refused(moments: Moments, count: float) -> None:
+    model, optimizer = fresh(moments)
+    train(model, optimizer, range(2))
+    tensors = optimizer_tensors(optimizer, model)
+    tensors["norm.weight.step"] = torch.tensor(count)
+    with pytest.raises(ProblemsError, match=rf"norm\.weight\.step is {count:g}, expected 2"):
+        load_optimizer_tensors(optimizer, model, tensors, moments, 2)
+
+
+def test_moments_that_are_gone_are_missed_unless_no_step_was_taken() -> None:
+    model, optimizer = fresh("float8")
+    load_optimizer_tensors(optimizer, model, {}, "float8", 0)
+    with pytest.raises(ProblemsError, match=r"fc\.weight\.step is missing"):
+        load_optimizer_tensors(optimizer, model, {}, "float8", 1)

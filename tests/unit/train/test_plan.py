@@ -205,3 +205,34 @@ def test_the_command_exits_with_2_where_it_does_not_fit_and_prints_once(
     alone = CliRunner().invoke(app, [*command[:3], "--device-memory", "64"])
     assert isinstance(alone.exception, ProblemsError) and "without --plan" in str(alone.exception)
     assert not (store.parent / "run").exists()
+
+
+@pytest.mark.parametrize("memory", [float("inf"), 1e308, 2.0**21, 0.0])
+def test_a_size_that_no_card_has_is_refused(store: Path, memory: float) -> None:
+    with pytest.raises(ProblemsError, match=r"plan\.device.*above 0 and at most 1,048,576"):
+        plan.plan_memory(config_for(store), memory)
+
+
+@pytest.mark.parametrize("count", ["abc", "", "0", "-2", "1" * 5000, "²"])
+def test_a_number_of_processes_that_is_none_is_refused(
+    store: Path, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(ProblemsError, match=r"plan\.processes"):
+        plan.plan_memory(config_for(store), ROOMY)
+
+
+def test_the_most_tokens_said_are_never_fewer_than_a_sample_may_have(store: Path) -> None:
+    config = config_for(store, max_length=plan._MOST_TOKENS + 1)
+    samples, run = run_of(config)
+    assert plan._most_tokens(samples, config, run, plan.Card("a card", 2**40)) >= config.max_length
+
+
+def test_a_plan_of_a_store_at_a_url_says_that_the_cache_was_written(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(store)
+    monkeypatch.setattr(plan, "open_samples", lambda given, processes: open_samples(config, processes))
+    remote = config.model_copy(update={"dataset": "s3://bucket/store"})
+    assert plan.plan_memory(remote, ROOMY).render().endswith("nothing was written but the cache of the store at a URL")
+    assert plan.plan_memory(config, ROOMY).render().endswith("nothing was written")

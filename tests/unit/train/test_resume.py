@@ -128,9 +128,9 @@ def test_fault_14_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     trained: list[str] = []
     original = Trainer._step
 
-    def step(self: Trainer, window: loader.Window, batches: list[loader.DraftBatch]) -> str:
+    def step(self: Trainer, window: loader.Window, batches: list[loader.DraftBatch], ahead: loader.Ahead) -> str:
         trained.extend(name for batch in batches for name in batch.sample_ids)
-        return original(self, window, batches)
+        return original(self, window, batches, ahead)
 
     monkeypatch.setattr(Trainer, "_step", step)
     settings = {"eval_fraction": 0.0, "save_every": 1, "eval_every": None}
