@@ -161,13 +161,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], moments: Moments, updates: int
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    moments: Moments,
+    updates: int,
+    folder: Path = Path(),
 ) -> None:
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
     Args:
         moments: how this optimizer stores its moments.
         updates: steps that it took; 0: there is no state yet.
+        folder: of the checkpoint, for messages.
 
     Raises:
         ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
@@ -196,7 +202,7 @@ def load_optimizer_tensors(
     wrong += [f"{name} is {step:g}, expected {updates}" for name, step in steps.items() if step != updates]
     if wrong:
         message = f"not {moments} moments of this model: {'; '.join(wrong)}"
-        raise problem_error(OPTIMIZER_FILE, "checkpoint.moments", message, "resume with the config of that run")
+        raise problem_error(str(folder / OPTIMIZER_FILE), "checkpoint.moments", message, _fix(folder))
     state: dict[int, Any] = {
         index: {moment: tensors[f"{names[parameter]}.{moment}"] for moment in layout}
         for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True))

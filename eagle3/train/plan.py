@@ -248,7 +248,7 @@ _SHOWN = ("weights", "gradients", "batch", "teacher")
 
 def _most_line(most: int, config: TrainConfig) -> str:
     if most >= _MOST_TOKENS:
-        return f"batch_tokens={most} and more would fit"
+        return f"any batch_tokens up to {most} fits with this dataset"
     if not most:
         return f"no batch_tokens fits: not even one sample of max_length={config.max_length}"
     return f"the largest batch_tokens that fits: {most}"

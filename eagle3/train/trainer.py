@@ -215,7 +215,7 @@ class Trainer:
         self.module.model.load_trainable_state(checkpoint.weights)
         moments = self.config.optim.moments
         updates = checkpoint.state.step - checkpoint.state.skipped
-        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments, updates)
+        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments, updates, folder)
         return checkpoint.state
 
     def _open_run(self) -> Tracker:
