@@ -30,6 +30,7 @@ _CONTEXT = 1 << 30
 """Bytes left for CUDA's context, its libraries and the kernels: an allowance, not a measurement."""
 _SPARE = 0.05
 """Share of the peak left for gaps between the allocator's blocks and what the ledger misses."""
+_RING_SECONDS = 0.1
 _GRAIN, _MOST_TOKENS = 256, 1 << 20
 _MOST_GIB, _MOST_DIGITS = 1 << 20, 5
 _PHASES: dict[Phase, str] = {
@@ -98,6 +99,8 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
     processes, wrong = find_processes(os.environ)
     raise_problems(_not_modelled(config) + problems + wrong, "cannot plan")
     assert card is not None
+    if config.ring is not None:  # a plan waits for nobody
+        config = config.model_copy(update={"ring": config.ring.model_copy(update={"wait_seconds": _RING_SECONDS})})
     samples = open_samples(config, processes)
     run = make_run(config, samples, ttt_settings(config), processes)
     if run.ttt.float8:  # of a card that is not here, only its memory is known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,11 @@ def test_a_plan_of_a_store_at_a_url_says_that_the_cache_was_written(
     remote = config.model_copy(update={"dataset": "s3://bucket/store"})
     assert plan.plan_memory(remote, ROOMY).render().endswith("nothing was written but the cache of the store at a URL")
     assert plan.plan_memory(config, ROOMY).render().endswith("nothing was written")
+
+
+def test_a_plan_does_not_wait_for_a_ring_that_nobody_has_begun(tmp_path: Path) -> None:
+    config = train_config(tmp_path / "ring", tmp_path / "run", ring={"wait_seconds": 600}, mixed_precision="bf16")
+    began = time.monotonic()
+    with pytest.raises(ProblemsError, match=r"ring\.no_writer"):
+        plan.plan_memory(config, 100.0)
+    assert time.monotonic() - began < 60 and list(tmp_path.iterdir()) == []
