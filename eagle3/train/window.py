@@ -61,24 +61,28 @@ def accumulate_window(
 ) -> Totals:
     """Adds up the gradients of a window, which are zero where it has no term on any rank.
 
-    Nothing waits for the GPU before the window's last batch is on its way there.
+    Nothing waits for a GPU before the window's last batch is on its way there.
 
     Args:
         model: `module` as the accelerator prepared it.
         module: the drafter with its loss.
         batches: this rank's micro-batches, as many as on every other rank; they may be empty ones.
         head: the target's head, on the accelerator's device.
-        meanwhile: called while the GPU works on the window.
+        meanwhile: called once the device has work of the window: what it does runs beside that.
     """
     device = accelerator.device
     moved = [batch.to(device, non_blocking=True) if len(batches) == 1 else batch for batch in batches]
     with accelerator.autocast():
-        counts = [count_terms(batch.without_aux().to(device), head, module.vocab, module.ttt) for batch in moved]
+        counts = [
+            count_terms(batch.without_aux().to(device, non_blocking=True), head, module.vocab, module.ttt)
+            for batch in moved
+        ]
     local = torch.stack([torch.stack([count.in_vocab, count.active]) for count in counts]).sum(0)
     in_vocab, active = accelerator.reduce(local, reduction="sum")
+    if device.type == "cpu":  # there is no later: a micro-batch is done when its call returns
+        meanwhile()
     with module.keeping_weights():
-        loss_sums, correct = _run_window(model, moved, counts, in_vocab, accelerator)
-    meanwhile()
+        loss_sums, correct = _run_window(model, moved, counts, in_vocab, accelerator, meanwhile)
     return make_totals(loss_sums, in_vocab, correct, active)
 
 
@@ -88,6 +92,7 @@ def _run_window(
     counts: Sequence[TermCounts],
     in_vocab: Tensor,
     accelerator: Accelerator,
+    meanwhile: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Runs every micro-batch on every rank, so that all stay in step; gradients are exchanged after the last one.
 
@@ -100,8 +105,10 @@ def _run_window(
     for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         last = number == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            output = model(batch.to(accelerator.device), count, in_vocab)
+            output = model(batch.to(accelerator.device, non_blocking=True), count, in_vocab)
             accelerator.backward(output.loss * accelerator.num_processes)
+        if number == 0 and accelerator.device.type != "cpu":
+            meanwhile()
         sums.append(torch.stack([output.loss_sums.double(), output.correct.double()]))
     loss_sums, correct = accelerator.reduce(torch.stack(sums).sum(0), reduction="sum")
     return loss_sums, correct
