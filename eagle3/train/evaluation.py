@@ -51,8 +51,9 @@ def evaluate(
     """
     share = samples.indices[accelerator.process_index :: accelerator.num_processes]
     loss_parts = torch.zeros(4, module.ttt.steps, dtype=torch.float64, device=accelerator.device)
-    for batch in _batches(samples, share, batch_size):
-        loss_parts += _loss_parts(module, head, batch.to(accelerator.device), accelerator)
+    with module.keeping_weights():
+        for batch in _batches(samples, share, batch_size):
+            loss_parts += _loss_parts(module, head, batch.to(accelerator.device), accelerator)
     loss_parts = accelerator.reduce(loss_parts, reduction="sum")
     totals = make_totals(*loss_parts)
     rounds, committed, accepted = _acceptance_counts(module, samples, share, accelerator)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from eagle3.draft.fused.weights import Weights
 from eagle3.errors import ProblemsError
 from eagle3.train.float8 import check_float8
 from eagle3.train.tracking import read_log
@@ -57,3 +59,21 @@ def test_a_run_that_cannot_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(ProblemsError, match="draft_vocab_size is 15"):
         run_training(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_rounds_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = write_random_store(tmp_path / "store", count=8)
+    made: list[Weights] = []
+    original = Weights.of
+
+    def counting(*args: Any) -> Weights:
+        made.append(original(*args))
+        return made[-1]
+
+    monkeypatch.setattr(Weights, "of", counting)
+    draft = {"draft_vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    draft |= {"intermediate_size": 32}
+    ttt = {"steps": 2, "float8": True}
+    config = train_config(store, tmp_path / "run", ttt=ttt, draft=draft, eval_fraction=0.5, max_steps=2)
+    run_training(config)
+    assert len(made) == 2 + 2  # before the first step and at the end; a step each
