@@ -168,11 +168,13 @@ def test_a_step_does_not_wait_for_the_card() -> None:
     model = make_model("cuda")
     optimizer = make_optimizer(model, OptimSection(moments="float8"), fused=False)
     take_steps(model, optimizer, range(1, 2))
-    torch.cuda.set_sync_debug_mode("error")
+    before = [parameter.detach().clone() for parameter in model]
+    torch.cuda.set_sync_debug_mode("error")  # what waits, raises
     try:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not any(torch.equal(*pair) for pair in zip(before, model, strict=True))
 
 
 @pytest.mark.parametrize("moments", NARROW)
