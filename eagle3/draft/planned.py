@@ -40,15 +40,11 @@ class Planned:
         """The same on `device`; nobody waits for the copy."""
         if device.type == "cpu":
             return self
-        packed = _pack(self._tensors()) if self.packed is None else self.packed
-        parts = _unpack(packed.to(device, non_blocking=True), self._tensors())
+        assert self.packed is not None
+        parts = _unpack(self.packed.to(device, non_blocking=True), self._tensors())
         sources, chains, active = (next(parts) for _ in range(3))
         plan = replace(self.plan, sources=sources, chains=chains, host=self.plan)
         return Planned(plan, active, self.chunks and [_moved(chunk, parts) for chunk in self.chunks])
-
-    def pinned(self) -> Planned:
-        """With `packed`, where there is a GPU."""
-        return replace(self, packed=_pack(self._tensors())) if torch.cuda.is_available() else self
 
     def _tensors(self) -> list[torch.Tensor]:
         """In the order in which `to` takes them."""
@@ -65,7 +61,8 @@ def plan_batch(loss_mask: torch.Tensor, document_ids: torch.Tensor, ttt: TTTSett
     """
     plan = plan_chains(loss_mask.cpu(), document_ids.cpu(), ttt.steps, ttt.chain_rule)
     chunks = make_chunks(plan, ttt.chunk) if ttt.chunk is not None and plan.document_sources else None
-    return Planned(plan, plan.active, chunks).pinned()
+    planned = Planned(plan, plan.active, chunks)
+    return replace(planned, packed=_pack(planned._tensors()).pin_memory()) if torch.cuda.is_available() else planned
 
 
 def _moved(chunk: Chunk, parts: Iterator[torch.Tensor]) -> Chunk:
@@ -75,8 +72,7 @@ def _moved(chunk: Chunk, parts: Iterator[torch.Tensor]) -> Chunk:
 
 def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
     padded = [torch.nn.functional.pad(part.flatten().int(), (0, -part.numel() % _ALIGNED)) for part in parts]
-    packed = torch.cat(padded)
-    return packed.pin_memory() if torch.cuda.is_available() else packed
+    return torch.cat(padded)
 
 
 def _unpack(packed: torch.Tensor, like: list[torch.Tensor]) -> Iterator[torch.Tensor]:

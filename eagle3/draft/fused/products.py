@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle3.draft.fused.gemm import sum_up
+from eagle3.draft.fused.gemm import product, sum_up
 from eagle3.draft.fused.quantized import Quantized
 
 _PRECISE = {"lm_head"}
@@ -190,4 +190,4 @@ class Float8Products:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, add: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(a, b, out=out) if add is None else torch.addmm(add, a, b, out=out)
+    return product(a, b, out) if add is None else torch.addmm(add, a, b, out=out)
