@@ -1,22 +1,24 @@
-"""Typed run configs (`schema`) and how they are read (`loading`)."""
+"""Typed run configs (`schema`, `train_schema`) and how they are read (`loading`)."""
 
 from eagle3.config.base import Section
 from eagle3.config.cache import CacheSection
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
 from eagle3.config.schema import (
     ConversationsConfig,
-    DraftSection,
     ExtractConfig,
     ImportConfig,
-    Moments,
-    OptimSection,
     RegenerateConfig,
-    RingReadSection,
     RingWriteSection,
-    RopeSection,
     ServeConfig,
     StreamSection,
     TargetConfig,
+)
+from eagle3.config.train_schema import (
+    DraftSection,
+    Moments,
+    OptimSection,
+    RingReadSection,
+    RopeSection,
     TrackingSection,
     TrainConfig,
     TTTSection,

@@ -1,27 +1,21 @@
-"""The run configs: every field typed, its docstring what `--help` prints."""
+"""The run configs: every field typed, its docstring what `--help` prints. That of training is in `train_schema`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from eagle3.config.base import PathText, PositiveInt, Section
 from eagle3.config.cache import CacheSection
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoreDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-Moments = Literal["float32", "bfloat16", "float8"]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 LayerIndex = Annotated[int, Field(strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _word(word: str) -> BeforeValidator:
-    """YAML 1.1 reads a bare `no` or `off` as false."""
-    return BeforeValidator(lambda value: word if value is False else value)
 
 
 class TargetConfig(Section):
@@ -135,15 +129,6 @@ class RingWriteSection(Section):
     """Stop when there was no room, and no trainer showed a sign of life, for so long."""
 
 
-class RingReadSection(Section):
-    """Training from a ring."""
-
-    wait_seconds: PositiveFloat = 600.0
-    """Stop when what is needed is not there, and the writer showed no sign of life, for so long."""
-    rewind: bool = False
-    """Let the ring go back to shards that were released; they are extracted once more."""
-
-
 class ExtractConfig(Section):
     """`eagle3 extract`: the target's hidden states for conversations, as a store."""
 
@@ -228,193 +213,6 @@ class ImportConfig(Section):
     """Most samples in a shard; a kill loses at most the shard in work."""
     free_disk_fraction: Fraction = 0.02
     """Share of the disk that must stay free; the import is refused if it would not."""
-
-
-class RopeSection(Section):
-    """Rotary position embedding of the drafter."""
-
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    """Scaling kind that both this drafter and the serving engines compute."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the frequencies."""
-    factor: PositiveFloat | None = None
-    """Scaling factor (linear, llama3)."""
-    low_freq_factor: PositiveFloat | None = None
-    """llama3 only."""
-    high_freq_factor: PositiveFloat | None = None
-    """llama3 only."""
-    original_max_position_embeddings: PositiveInt | None = None
-    """llama3 only, in tokens."""
-
-
-class DraftSection(Section):
-    """Shape of the drafter; what is left out follows the target."""
-
-    num_hidden_layers: PositiveInt = 1
-    """Decoder layers; only 1 is supported (more would make the TTT chains depend on each other)."""
-    intermediate_size: PositiveInt | None = None
-    """Width of the MLP; default: the target's."""
-    num_attention_heads: PositiveInt | None = None
-    """Query heads; default: the target's."""
-    num_key_value_heads: PositiveInt | None = None
-    """Key/value heads; default: the target's."""
-    head_dim: PositiveInt | None = None
-    """Width of a head; default: the target's, else hidden size / query heads."""
-    draft_vocab_size: PositiveInt | None = None
-    """Entries of the draft vocab; default: the target's whole vocab."""
-    max_position_embeddings: PositiveInt | None = None
-    """Longest context it may be served with, in tokens; default: the target's."""
-    rope: RopeSection | None = None
-    """Rotary embedding; default: the target's, refused if its scaling kind is not known here."""
-    norm_output: bool = False
-    """Hand the normed output to the next draft step (EAGLE-3.1; SGLang from 0.5.12)."""
-    fc_norm: bool = False
-    """Norm each captured layer on its own before `fc` (SGLang from 0.5.12)."""
-    norm_before_fc: bool = False
-    """Norm the captured layers, concatenated, before `fc` (SGLang from 0.5.17)."""
-    init: Literal["target_head", "random"] = "target_head"
-    """Start head and final norm from the target's, or everything at random."""
-    fc_init: Literal["last_slot", "random"] = "last_slot"
-    """Start `fc` by passing the deepest captured layer on (plus small noise), or at random."""
-
-
-class TTTSection(Section):
-    """Training-time test, arXiv 2503.01840."""
-
-    steps: PositiveInt = 7
-    """Draft steps unrolled."""
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Weight of step k is decay^k."""
-    chain_rule: Literal["served", "shifted"] = "served"
-    """`served`: exactly the chains that serving starts; `shifted`: SpecForge's rule."""
-    chunk: PositiveInt | None = 1792
-    """Most chains computed at once, forward and backward, which bounds memory; null: all, by autograd (slower)."""
-    float8: bool = False
-    """Multiply in float8 with a scale for each row: half the time for the large products, see docs/training-step.md."""
-
-
-class OptimSection(Section):
-    """AdamW and its schedule."""
-
-    learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after warm-up."""
-    warmup_fraction: Fraction = 0.03
-    """Share of all optimiser steps spent warming up."""
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the last step, as a share of the peak."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """AdamW's betas."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
-    moments: Moments = "float32"
-    """Type of AdamW's two moments; the narrower ones are rounded stochastically, see docs/training.md."""
-    max_grad_norm: PositiveFloat = 0.5
-    """Gradients are clipped to this global norm."""
-
-
-class TrackingSection(Section):
-    """Where metrics go; the JSONL log is always written."""
-
-    wandb: Annotated[Literal["off", "offline", "online"], _word("off")] = "off"
-    """Weights & Biases mode."""
-    project: str = "eagle3"
-    """Weights & Biases project."""
-    run_name: str | None = None
-    """Weights & Biases run name; default: the run folder's name."""
-    log_every: PositiveInt = 10
-    """Optimiser steps between log lines."""
-
-
-class TrainConfig(Section):
-    """`eagle3 train`: fits a drafter on a hidden-state store."""
-
-    dataset: PathText
-    """Folder of the hidden-state store, or its URL (`s3://`, `gs://`, `hf://`); or folder of the ring."""
-    cache: CacheSection | None = None
-    ring: RingReadSection | None = None
-    """Train from a ring in place of a store, as `--stream` does."""
-    output: PathText
-    """Run folder: config, log, checkpoints."""
-    output_indices: list[LayerIndex]
-    """Layers the drafter is meant for; must be what the dataset holds."""
-    target: TargetConfig | None = None
-    """The target to hold the dataset's contract against (config and tokenizer are compared); optional."""
-    eval_dataset: PathText | None = None
-    """Held-out store, folder or URL; default: `eval_fraction` of the dataset."""
-    allow_incomplete: bool = False
-    """Train on a store whose extraction has not ended."""
-    eval_fraction: Fraction = 0.05
-    """Share of the samples held out when `eval_dataset` is not given."""
-    draft: DraftSection = Field(default_factory=DraftSection)
-    ttt: TTTSection = Field(default_factory=TTTSection)
-    optim: OptimSection = Field(default_factory=OptimSection)
-    tracking: TrackingSection = Field(default_factory=TrackingSection)
-    epochs: PositiveInt = 1
-    """Passes over the training samples."""
-    max_steps: PositiveInt | None = None
-    """Stop after so many optimiser steps (the schedule ends there too)."""
-    batch_size: PositiveInt = 1
-    """Rows in a micro-batch on each process."""
-    batch_tokens: PositiveInt | None = None
-    """Most tokens in a micro-batch on each process: whole samples (cut to max_length) packed into one row; in place of
-    batch_size and pack."""
-    accumulate: PositiveInt = 1
-    """Micro-batches of an optimiser step on each process."""
-    pack: bool = False
-    """Put several samples into one row of `max_length` tokens (they never attend to each other)."""
-    max_length: PositiveInt = 2048
-    """Longest sample, and without batch_tokens longest row, in tokens; longer samples are cut at the right."""
-    mixed_precision: Annotated[Literal["no", "bf16"], _word("no")] = "bf16"
-    """Computation type; the weights are float32 either way, the moments as `optim.moments` says."""
-    seed: Seed = 0
-    """Seed of initial weights, hold-out and sample order."""
-    eval_every: PositiveInt | None = None
-    """Optimiser steps between evaluations; default: once an epoch."""
-    save_every: PositiveInt | None = None
-    """Optimiser steps between checkpoints; default: once an epoch."""
-    keep_checkpoints: PositiveInt = 3
-    """Newest checkpoints kept (the best one is kept besides)."""
-
-    @property
-    def packs(self) -> bool:
-        """Whether several samples share a row."""
-        return self.pack or self.batch_tokens is not None
-
-    @property
-    def heldout_rows(self) -> int:
-        """Rows of a forward pass of an evaluation; each holds one sample."""
-        return self.batch_size if self.batch_tokens is None else self.batch_tokens // self.max_length
-
-    @model_validator(mode="after")
-    def _has_one_size_of_batches(self) -> Self:
-        if self.batch_tokens is None:
-            return self
-        if given := [name for name in _REPLACED if name in self.model_fields_set]:
-            both = " and ".join(f"{name}={getattr(self, name)}" for name in given)
-            raise ValueError(
-                f"batch_tokens={self.batch_tokens} is given together with {both}: a micro-batch is one packed row of "
-                f"at most batch_tokens tokens, or batch_size rows; leave out batch_tokens or {' and '.join(given)}"
-            )
-        if self.batch_tokens < self.max_length:
-            raise ValueError(
-                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so a sample of that "
-                "length would not fit into a micro-batch; raise batch_tokens or lower max_length"
-            )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_replaced(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        replaced = () if self.batch_tokens is None else _REPLACED
-        return {name: value for name, value in values.items() if name not in replaced}
-
-
-_REPLACED = ("batch_size", "pack")
-"""Keys in whose place `batch_tokens` stands."""
 
 
 class ServeConfig(Section):
