@@ -23,8 +23,8 @@ MOST_READ = 32
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch by its samples' lengths.
+class Share:
+    """One process's share of a micro-batch, by its samples' lengths.
 
     Attributes:
         rows: its samples.
@@ -41,7 +41,7 @@ class MicroBatch:
     others: int
 
     @property
-    def rank(self) -> tuple[int, int, int, bool]:
+    def extent(self) -> tuple[int, int, int, bool]:
         """What its memory rises with."""
         return self.tokens, self.supervised, self.others, self.number > 1
 
@@ -69,17 +69,17 @@ class Worst:
     read: int
     bound: int
     ledger: Ledger
-    batch: MicroBatch
+    batch: Share
     sizes: Sizes
 
 
-def largest(samples: TrainSamples, config: TrainConfig, run: Run) -> tuple[int, list[MicroBatch]]:
+def largest(samples: TrainSamples, config: TrainConfig, run: Run) -> tuple[int, list[Share]]:
     """How many micro-batches there are, and those of which none is at most as large as another in every respect, the
     one that may take most first."""
     batches = list(_micro_batches(samples, config, run.processes))
-    chosen: list[MicroBatch] = []
-    for batch in sorted(batches, key=lambda batch: batch.rank, reverse=True):
-        if not any(all(a >= b for a, b in zip(other.rank, batch.rank, strict=True)) for other in chosen):
+    chosen: list[Share] = []
+    for batch in sorted(batches, key=lambda batch: batch.extent, reverse=True):
+        if not any(all(a >= b for a, b in zip(other.extent, batch.extent, strict=True)) for other in chosen):
             chosen.append(batch)
     return len(batches), sorted(chosen, key=lambda batch: batch.bound(run).peak, reverse=True)
 
@@ -99,14 +99,14 @@ def find_worst(samples: TrainSamples, config: TrainConfig, run: Run) -> Worst:
     return Worst(count, len(read), bound.peak, ledger, batch, sizes)
 
 
-def _micro_batches(samples: TrainSamples, config: TrainConfig, processes: int) -> Iterator[MicroBatch]:
+def _micro_batches(samples: TrainSamples, config: TrainConfig, processes: int) -> Iterator[Share]:
     for window in samples.windows(config, processes):
         for rank in range(processes):
             shares = [micro_batch[rank] for micro_batch in window]
             sizes = [_lengths(samples, rows) for rows in shares]
             whole = sum(supervised for _, supervised in sizes)
             for rows, (tokens, supervised) in zip(shares, sizes, strict=True):
-                yield MicroBatch(rows, tokens, supervised, len(shares), whole - supervised)
+                yield Share(rows, tokens, supervised, len(shares), whole - supervised)
 
 
 def _lengths(samples: TrainSamples, rows: Sequence[Row]) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def _lengths(samples: TrainSamples, rows: Sequence[Row]) -> tuple[int, int]:
     return len(rows) * longest, sum(info.supervised for row in infos for info in row)
 
 
-def _read(samples: TrainSamples, batch: MicroBatch, run: Run) -> Sizes | None:
+def _read(samples: TrainSamples, batch: Share, run: Run) -> Sizes | None:
     """The micro-batch from its samples' loss masks; None where they are not known."""
     shape = (len(batch.rows), batch.tokens // max(len(batch.rows), 1))
     mask, documents = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)

@@ -19,7 +19,7 @@ from eagle3.train.memory import Run, run_ledger
 from eagle3.train.moments import moment_bytes
 from eagle3.train.samples import Samples
 from eagle3.train.setup import make_setup, open_samples, ttt_settings
-from eagle3.train.worst_batch import MicroBatch, _micro_batches, _read, find_worst, largest
+from eagle3.train.worst_batch import Share, _micro_batches, _read, find_worst, largest
 from tests.rings import ring_config, ring_plan, ring_samples, write_ring
 from tests.stores import train_config, write_random_store
 
@@ -66,7 +66,7 @@ def test_micro_batches_are_those_that_training_loads(store: Path, values: dict[s
             assert mine.bound(run).peak >= plan_peak(run, mine, expected)
 
 
-def plan_peak(run: Run, batch: MicroBatch, sizes: Sizes) -> int:
+def plan_peak(run: Run, batch: Share, sizes: Sizes) -> int:
     return run_ledger(run, sizes, batch.place(run)).peak
 
 
