@@ -28,6 +28,8 @@ class DraftBatch:
         position_ids: int64 [B, T], the tokens' positions in their documents.
         sample_ids: the samples inside, for messages.
         aux_scales, last_scales: float32 [B, T, A] and [L], where states are fp8 (see `eagle3.draft.states`).
+        target_argmax: int64 [L], the target's greedy tokens over the full vocab, by these last hidden states; None: to
+            be found with the target's head.
         planned: what to compute, where it was planned before the batch's turn; for these very loss mask and documents.
     """
 
@@ -40,6 +42,7 @@ class DraftBatch:
     sample_ids: list[str]
     aux_scales: torch.Tensor | None = None
     last_scales: torch.Tensor | None = None
+    target_argmax: torch.Tensor | None = None
     planned: Planned | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +51,8 @@ class DraftBatch:
             assert tensor.shape == shape, (tensor.shape, shape)
         assert self.loss_mask.dtype == torch.bool, self.loss_mask.dtype
         assert self.last_hidden.ndim == 2, self.last_hidden.shape
+        if self.target_argmax is not None:
+            assert self.target_argmax.shape == self.last_hidden.shape[:1], self.target_argmax.shape
 
     def aux_rows(self, places: torch.Tensor) -> torch.Tensor:
         """[R, A * H], the captured layers of tokens at flat places int64 [R] in B * T."""
@@ -58,13 +63,25 @@ class DraftBatch:
 
     def last_rows(self, places: torch.Tensor) -> torch.Tensor:
         """[R, H], the last hidden states of tokens at flat places int64 [R] in B * T; zeros where not supervised."""
-        mask = self.loss_mask.flatten()
-        rows = (mask.cumsum(0) - 1).clamp(min=0).index_select(0, places)
+        supervised, rows = self._last_places(places)
         if self.last_scales is None:
             states = self.last_hidden.index_select(0, rows)
         else:
             states = dequantize(_rows(self.last_hidden, rows), self.last_scales.index_select(0, rows))
-        return states.masked_fill(~mask.index_select(0, places)[:, None], 0)
+        return states.masked_fill(~supervised[:, None], 0)
+
+    def argmax_rows(self, places: torch.Tensor) -> torch.Tensor | None:
+        """`target_argmax` [R] of tokens at flat places int64 [R] in B * T; 0 where not supervised."""
+        if self.target_argmax is None:
+            return None
+        supervised, rows = self._last_places(places)
+        return self.target_argmax.index_select(0, rows).masked_fill(~supervised, 0)
+
+    def _last_places(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tokens at flat places [R]: whether they are supervised, and which row of `last_hidden` is theirs."""
+        mask = self.loss_mask.flatten()
+        rows = (mask.cumsum(0) - 1).clamp(min=0)
+        return mask.index_select(0, places), rows.index_select(0, places)
 
     def without_aux(self) -> DraftBatch:
         """The same batch with one value a token in place of its captured layers, for who reads the teacher only."""

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, H target hidden, D draft vocab, V target vocab, K TTT 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,15 +31,22 @@ class TargetHead:
         norm_weight: [H], the final norm.
         eps: the final norm's epsilon.
         kind: whether the last hidden states are after or before the final norm.
+        ids: int64 [D], the draft vocab's target ids, where `lm_head` [D, H] has these rows alone.
     """
 
     lm_head: torch.Tensor
     norm_weight: torch.Tensor
     eps: float
     kind: LastHiddenKind
+    ids: torch.Tensor | None = None
+
+    def only(self, ids: torch.Tensor) -> TargetHead:
+        """The rows of these target ids alone, int64 [D] ascending: for batches that have the greedy tokens."""
+        assert self.ids is None
+        return replace(self, lm_head=self.lm_head[ids.to(self.lm_head.device)], ids=ids)
 
     def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
-        """Target logits [R, V] of last hidden states [R, H]."""
+        """Target logits [R, V or D] of last hidden states [R, H]."""
         states = post_norm(last_hidden.to(self.lm_head.dtype), self.kind, self.norm_weight, self.eps)
         return F.linear(states, self.lm_head)
 
@@ -101,15 +108,22 @@ def shifted(x: torch.Tensor, by: int, fill: int | bool) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_teacher(head: TargetHead, last_hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_teacher(
+    head: TargetHead, last_hidden: torch.Tensor, ids: torch.Tensor, argmax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the target says at rows [R, H] of its last hidden states.
 
     Args:
+        head: all rows of it, or, where `argmax` is given, those of `ids`.
         ids: int64 [D], the draft vocab's target ids, ascending.
+        argmax: int64 [R], its greedy tokens over the full vocab, where they are known.
 
     Returns:
         Its greedy token over the full vocab, int64 [R], and its logits [R, D] on the draft vocab.
     """
+    if argmax is not None:
+        return argmax, (head if head.ids is not None else head.only(ids)).logits(last_hidden)
+    assert head.ids is None, "without the greedy tokens it takes all of the target's head"
     found = [_greedy_and_chosen(head.logits(rows), ids) for rows in last_hidden.split(TEACHER_ROWS)]
     greedy, chosen = zip(*found, strict=True)
     return torch.cat(greedy), torch.cat(chosen)

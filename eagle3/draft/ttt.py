@@ -71,11 +71,16 @@ class TTTOutput:
 
 
 def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTTSettings) -> TermCounts:
-    """Counts a batch's terms, and plans it if nobody did; reads the target's head at the needed rows only."""
+    """Counts a batch's terms, and plans it if nobody did; reads the teacher at the needed rows only.
+
+    Args:
+        head: on the batch's device; of the draft vocab alone where the batch has the target's greedy tokens.
+    """
     planned = batch.planned or plan_batch(batch.loss_mask, batch.document_ids, ttt)
     planned = planned.to(batch.input_ids.device)
     plan, active = planned.plan, planned.active
-    argmax, teacher = read_teacher(head, batch.last_rows(plan.teacher_places), vocab.ids)
+    places = plan.teacher_places
+    argmax, teacher = read_teacher(head, batch.last_rows(places), vocab.ids, batch.argmax_rows(places))
     known = vocab.to_draft(argmax) >= 0
     return TermCounts(
         active=active.sum(1),
