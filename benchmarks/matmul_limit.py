@@ -15,8 +15,9 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "_int_mm": 0, "_scaled_mm": 0}
 """Products by name, and which argument is their left matrix."""
 _REPEATS = 8
 
-Key = tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, bool]
-"""Types of operands and result, their sizes, whether each is transposed, whether something is added to."""
+Key = tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, bool, bool]
+"""Types of operands and result, their sizes, whether each is transposed, whether something is added to, whether float8
+is summed up fast."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -39,6 +40,7 @@ class _Recorder(TorchDispatchMode):
                 tuple(right.shape),
                 *transposed,
                 name.startswith("addmm"),
+                bool((kwargs or {}).get("use_fast_accum")),
             )
             self.found[key] += 1
         return result
@@ -52,7 +54,7 @@ def matmul_seconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def _seconds(key: Key, device: torch.device) -> float:
-    dtype, out_dtype, left_shape, right_shape, left_turned, right_turned, adds = key
+    dtype, out_dtype, left_shape, right_shape, left_turned, right_turned, adds, fast = key
     left, right = _operand(dtype, left_shape, left_turned, device), _operand(dtype, right_shape, right_turned, device)
     options = {} if out_dtype == dtype else {"out_dtype": out_dtype}
     out = torch.zeros(left_shape[0], right_shape[1], dtype=out_dtype, device=device)
@@ -60,7 +62,7 @@ def _seconds(key: Key, device: torch.device) -> float:
 
     def product() -> None:
         if dtype == torch.float8_e4m3fn:
-            torch._scaled_mm(left, right, *scales, out_dtype=out_dtype, use_fast_accum=True, out=out)
+            torch._scaled_mm(left, right, *scales, out_dtype=out_dtype, use_fast_accum=fast, out=out)
         elif adds:
             out.addmm_(left, right)
         elif options:

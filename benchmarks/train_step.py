@@ -5,6 +5,7 @@
 
 Prints a JSON line per setting: median and spread of the step's seconds, tokens/s (all tokens of the packed row, as
 peers count) and peak memory, without optimizer; `planned_gib` is what `eagle3 train --plan` reckons for it on a GPU.
+The batch has the target's greedy tokens, as stores have; `--no-argmax` finds them with all of the target's head.
 `matmul_share` is the share of the step that its matrix products take when each of their shapes is timed on its own in
 the same run: with everything else free it would be 1. Answers are spans of 100 to 400 tokens; the target's greedy
 tokens are in the draft vocab, so that no row's gradient is zero. Weights and gradients are bfloat16 (`--weights mixed`:
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="TTT steps")
     parser.add_argument("--chunk", type=int, default=TTTSettings.chunk, help="chains at once; 0: the step by autograd")
     parser.add_argument("--float8", action="store_true", help="multiply chains' rows in float8")
+    parser.add_argument("--no-argmax", action="store_true", help="batches without the target's greedy tokens")
     parser.add_argument("--weights", choices=["bf16", "mixed"], default="bf16")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--peer", type=Path, help="adapter of another trainer, timed in the same run")
@@ -68,13 +70,18 @@ def main() -> None:
     device = torch.device(args.device)
     ttt = TTTSettings(args.steps, 0.8, "served", args.chunk or None, args.float8)
     module, head = make_module(args.shape, ttt, device, args.weights)
+    draft_head = head.only(module.draft_ids)
+    if not (args.no_argmax or args.peer):
+        head = replace(head, lm_head=head.lm_head.cpu())
     peer = run_path(str(args.peer)) if args.peer else None
     state = peer["build"](vars(module.model.config)) if peer else None
     for tokens in args.tokens:
         for fraction in args.fractions:
             setting = {"shape": args.shape, "tokens": tokens, "documents": args.documents, "fraction": fraction}
-            batch = make_batch(args.shape, tokens, args.documents, fraction, device)
-            step = make_step(module, head, batch, ttt)
+            batch, given_head = make_batch(args.shape, tokens, args.documents, fraction, device), head
+            if not args.no_argmax:
+                batch, given_head = with_argmax(batch, head), draft_head
+            step = make_step(module, given_head, batch, ttt)
             result = measure(step, batch, args.repeats)
             if ttt.chunk is not None:
                 result["planned_gib"] = round(planned_bytes(module, batch, ttt) / 2**30, 2)
@@ -139,6 +146,12 @@ def make_batch(shape: str, tokens: int, documents: int, fraction: float, device:
     )
 
 
+def with_argmax(batch: DraftBatch, head: TargetHead) -> DraftBatch:
+    head = replace(head, lm_head=head.lm_head.to(batch.last_hidden.device))
+    found = [head.logits(rows).argmax(-1) for rows in batch.last_hidden.split(1024)]
+    return replace(batch, target_argmax=torch.cat(found))
+
+
 def make_mask(length: int, fraction: float) -> torch.Tensor:
     """Answers behind prompts that make them this share of both; at 1.0 there are no prompts, so it is one answer."""
     mask, at = torch.zeros(length, dtype=torch.bool), 0
@@ -174,7 +187,7 @@ def planned_bytes(module: TTTLoss, batch: DraftBatch, ttt: TTTSettings) -> int:
     assert ttt.chunk is not None
     plan = plan_chains(batch.loss_mask.cpu(), batch.document_ids, ttt.steps, ttt.chain_rule)
     sizes = Sizes.of(plan, batch.input_ids.numel(), len(batch.last_hidden), ttt.chunk)
-    types = Types(module.model.fc.weight.element_size(), 2, float8=ttt.float8)
+    types = Types(module.model.fc.weight.element_size(), 2, float8=ttt.float8, argmax=batch.target_argmax is not None)
     return step_ledger(module.model.config, types, sizes).peak
 
 

@@ -14,7 +14,7 @@ import torch
 from eagle3.config import Moments
 from eagle3.draft.config import DraftConfig, TTTSettings
 from eagle3.draft.fused.ledger import Entry, Ledger, Phase, span
-from eagle3.draft.fused.memory import Sizes, Types, copied_bytes, counted_bytes, step_ledger
+from eagle3.draft.fused.memory import Sizes, Types, copied_bytes, counted_bytes, head_parameters, step_ledger
 from eagle3.draft.model import DraftModel
 from eagle3.train.moments import moment_bytes
 
@@ -93,9 +93,9 @@ def evaluation_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
     Args:
         samples: (T, L) of the held-out samples.
     """
-    embedding = run.draft.vocab_size * run.draft.hidden_size
     kept = run.trained * (run.types.weights + 2) + run.moment_bytes
-    kept += embedding * (run.types.embedding + run.types.head)
+    kept += run.draft.vocab_size * run.draft.hidden_size * run.types.embedding
+    kept += head_parameters(run.draft, run.types) * run.types.head
     kept += run.trained * run.types.weights * (run.processes > 1)
     return kept + unrolled_bytes(run, samples)
 

@@ -79,6 +79,7 @@ class Types:
         states: of the batch's aux and last states.
         scaled: whether these have a scale for each row and slot.
         float8: whether the step multiplies in float8 (`ttt.float8`).
+        argmax: whether batches bring the target's greedy tokens: then the draft vocab's rows of its head are enough.
     """
 
     weights: int = 4
@@ -87,6 +88,7 @@ class Types:
     states: int = 2
     scaled: bool = False
     float8: bool = False
+    argmax: bool = False
 
 
 def step_ledger(config: DraftConfig, types: Types, sizes: Sizes) -> Ledger:
@@ -106,6 +108,11 @@ def copied_bytes(config: DraftConfig, types: Types) -> int:
     return projections * BF16 + twice + scales * SCALE
 
 
+def head_parameters(config: DraftConfig, types: Types) -> int:
+    """Parameters of the target's head that are on the card."""
+    return (config.draft_vocab_size if types.argmax else config.vocab_size) * config.hidden_size
+
+
 def counted_bytes(config: DraftConfig, sizes: Sizes) -> int:
     """What `count_terms` leaves of a micro-batch until its window is done."""
     return _teacher_bytes(config, sizes) + _row_bytes(sizes)
@@ -123,7 +130,7 @@ def _weights(config: DraftConfig, types: Types) -> Iterator[Entry]:
     fc = _fc_parameters(config)
     yield Entry("weights", "trained weights", trained * types.weights)
     yield Entry("weights", "frozen embedding", embedding * types.embedding)
-    yield Entry("target head", "target's head", embedding * types.head)
+    yield Entry("target head", "target's head", head_parameters(config, types) * types.head)
     yield Entry("weights", "copies to compute with", copied_bytes(config, types), span("share", "finish"))
     if not narrow:
         last: Phase = "autograd" if _norms(config) else "finish"  # kept by autograd, or by autocast
@@ -143,16 +150,22 @@ def _batch(config: DraftConfig, types: Types, sizes: Sizes) -> Iterator[Entry]:
     scales = 4 * (sizes.tokens * config.num_aux + sizes.supervised) if types.scaled else 0
     stored = (sizes.tokens * aux + sizes.supervised * hidden) * types.states
     yield Entry("batch", "aux and last states", stored + scales, span("count", "autograd"))
-    yield Entry("batch", "ids, positions, loss mask", sizes.tokens * 25, span("count", "autograd"))
+    ids = sizes.tokens * 25 + sizes.supervised * 8 * types.argmax
+    yield Entry("batch", "ids, positions, loss mask", ids, span("count", "autograd"))
     teacher = _teacher_bytes(config, sizes)
     yield Entry("teacher", "the target's logits on the draft vocab", teacher, span("count", "autograd"))
     states = sizes.chains * hidden
-    last = states * (BF16 if types.scaled else types.states)
+    width = BF16 if types.scaled else types.states
+    last = states * width
     chosen = states * _DEQUANTIZED if types.scaled else 2 * last
-    logits = min(sizes.chains, TEACHER_ROWS) * config.vocab_size * BF16
-    if types.head != BF16:
-        logits += config.vocab_size * config.hidden_size * BF16
-    yield Entry("workspace", "the teacher's reading", max(chosen, last + max(logits, teacher)), span("count", "count"))
+    cast = head_parameters(config, types) * BF16 if types.head != BF16 else 0
+    if types.argmax:
+        cast += states * ((types.head if width != types.head else 0) + (BF16 if types.head != BF16 else 0))
+        reading = max(chosen - teacher, last + cast)
+    else:
+        logits = min(sizes.chains, TEACHER_ROWS) * config.vocab_size * BF16
+        reading = max(chosen, last + max(logits + cast, teacher))
+    yield Entry("workspace", "the teacher's reading", reading, span("count", "count"))
     yield Entry("activations", "rows' places and results", _row_bytes(sizes), span("count", "autograd"))
 
 

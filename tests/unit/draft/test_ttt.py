@@ -12,7 +12,7 @@ from torch import distributed
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import ChainRule, TTTSettings
 from eagle3.draft.fused import plain
-from eagle3.draft.loss import active_terms, rms_norm, shifted
+from eagle3.draft.loss import LastHiddenKind, active_terms, rms_norm, shifted
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss, TTTOutput, count_terms, draft_matches
 
@@ -212,3 +212,31 @@ def test_terms_in_the_draft_vocab_are_counted_at_the_place_of_their_own_teacher(
     expected = [int((term & shifted(known, 1 + k, False)).sum()) for k, term in enumerate(active)]
     assert counts.in_vocab.tolist() == expected and counts.active.tolist() == active.sum((1, 2)).tolist()
     assert 0 < expected[3] < expected[0] < int(active[0].sum())
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("kind", ["post_norm", "pre_norm"])
+def test_greedy_tokens_that_the_batch_brings_give_the_same_losses_and_gradients(
+    kind: LastHiddenKind, chunk: int | None
+) -> None:
+    documents = random_documents(6, seed=3)
+    batch, head, vocab = make_batch([documents[:3], documents[3:]], padding=2), make_head(kind), make_vocab()
+    brought = replace(batch, target_argmax=head.logits(batch.last_hidden).argmax(-1))
+    settings, outputs, slopes = TTTSettings(3, 0.8, "served", chunk), [], []
+    for given, rows in ((batch, head), (brought, head), (brought, head.only(vocab.ids))):
+        model = make_model()
+        counts = count_terms(given, rows, vocab, settings)
+        outputs.append(TTTLoss(model, vocab, settings)(given, counts, counts.in_vocab))
+        slopes.append(gradients(model, outputs[-1].loss))
+    assert 0 < outputs[0].in_vocab[0] < outputs[0].active[0]
+    for output, slope in zip(outputs[1:], slopes[1:], strict=True):
+        torch.testing.assert_close(output.loss, outputs[0].loss, rtol=1e-12, atol=0)
+        assert torch.equal(output.in_vocab, outputs[0].in_vocab) and torch.equal(output.correct, outputs[0].correct)
+        for name, value in slope.items():
+            torch.testing.assert_close(value, slopes[0][name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_head_of_the_draft_vocab_alone_needs_greedy_tokens() -> None:
+    batch, vocab = make_batch([random_documents(2, seed=4)]), make_vocab()
+    with pytest.raises(AssertionError, match="all of the target's head"):
+        count_terms(batch, make_head().only(vocab.ids), vocab, TTTSettings(3))
