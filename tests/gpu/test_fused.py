@@ -157,6 +157,22 @@ def test_swiglu(width: int, cuda: ModuleType) -> None:
     assert_near(up, exact[1])
 
 
+@pytest.mark.parametrize("width", [40960, 4096, 336])
+def test_swiglu_rounded(width: int, cuda: ModuleType) -> None:
+    gate, up, grad = (3 * randn(77, width, seed=seed) for seed in range(3))
+    rooms = [cuda.quantized_room(100, width, gate).part(slice(3, 80)) for _ in range(3)]
+    exact = [part.double() for part in (gate, up, grad)]
+    act = plain.swiglu(exact[0], exact[1], torch.empty_like(exact[0]))
+    found = [cuda.swiglu_rounded(gate, up, rooms[0]), *cuda.swiglu_grad_rounded(gate, up, grad, *rooms[1:])]
+    plain.swiglu_grad(*exact)
+    for rounded, room, expected in zip(found, rooms, (act, exact[0], exact[1]), strict=True):
+        assert torch.equal(rounded.scales, room.scales) and rounded.values.data_ptr() == room.values.data_ptr()
+        values = rounded.values.double() * rounded.scales.double()[:, None]
+        assert ((values - expected).abs() <= expected.abs() / 15 + rounded.scales.double()[:, None] * 2**-9).all()
+        peaks, scales = expected.abs().amax(1), rounded.scales.double()
+        assert (peaks <= 448.1 * scales).all() and (peaks > 223.9 * scales).all()
+
+
 @pytest.mark.parametrize("width", [32000, 4096, 517])
 def test_cross_entropy_its_gradient_and_the_greedy_token(width: int, cuda: ModuleType) -> None:
     logits, teacher = 3 * randn(300, width), 3 * randn(90, width, seed=1)

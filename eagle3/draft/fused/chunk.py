@@ -122,8 +122,8 @@ class ChunkStep:
         rows = self.middle_normed.rows(at, inner)
         products.forward(rows, "gate_proj", self.gates[at])
         products.forward(rows, "up_proj", self.ups[at])
-        acts = ops.swiglu(self.gates[at], self.ups[at], self.acts.place(at))
-        products.forward(self.acts.rows(at, acts), "down_proj", self.outputs[at], middle)
+        acts = self.acts.swiglu(at, self.gates[at], self.ups[at])
+        products.forward(acts, "down_proj", self.outputs[at], middle)
         if step.config.norm_output:
             ops.norm(self.outputs[at], weights.norms["norm"], eps, self.handed_on[at])
 
@@ -200,10 +200,10 @@ class ChunkStep:
             self.outputs[at], self.output_factors[at], norms["norm"], grad, gradients.norm_sums["norm"], carry, grad
         )
         acts = products.backward(self.output_slopes.rows(at, grad), "down_proj")
-        ops.swiglu_grad(self.gates[at], self.ups[at], acts)
+        gates, ups = self.gate_slopes.swiglu_grad(at, self.gates[at], self.ups[at], acts, self.up_slopes)
         del acts
-        inner = products.backward(self.gate_slopes.rows(at, self.gates[at]), "gate_proj")
-        products.backward(self.up_slopes.rows(at, self.ups[at]), "up_proj", inner, inner)
+        inner = products.backward(gates, "gate_proj")
+        products.backward(ups, "up_proj", inner, inner)
         middle = ops.norm_grad(
             self.middle[at], self.middle_factors[at], norms["post_attention_layernorm"], inner,
             gradients.norm_sums["post_attention_layernorm"], grad, self.middle_grad[at],

@@ -12,6 +12,7 @@ from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums, unnormed_grad
 from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
 from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows, quantized_room
 from eagle3.draft.kernels.rope import rotate_in, rotate_out
+from eagle3.draft.kernels.rounded_swiglu import swiglu_grad_rounded, swiglu_rounded
 
 __all__ = [
     "attend",
@@ -32,6 +33,8 @@ __all__ = [
     "source_sums",
     "swiglu",
     "swiglu_grad",
+    "swiglu_grad_rounded",
+    "swiglu_rounded",
     "unnormed_grad",
     "wide",
 ]

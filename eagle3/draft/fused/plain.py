@@ -150,6 +150,21 @@ def swiglu_grad(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> Non
     up.copy_(found[1])
 
 
+def swiglu_rounded(gate: torch.Tensor, up: torch.Tensor, out: Quantized) -> Quantized:
+    """`swiglu` of gate and up [R, W], rounded by rows into `out` and returned."""
+    inner = gate.to(wide(gate.dtype))
+    return quantize_rows(inner * inner.sigmoid() * up, out)
+
+
+def swiglu_grad_rounded(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, gate_out: Quantized, up_out: Quantized
+) -> tuple[Quantized, Quantized]:
+    """`swiglu_grad` of [R, W] each, rounded by rows into `gate_out` and `up_out` and returned."""
+    gate, up = (part.to(wide(part.dtype), copy=True) for part in (gate, up))
+    swiglu_grad(gate, up, grad)
+    return quantize_rows(gate, gate_out), quantize_rows(up, up_out)
+
+
 def attend(
     query: torch.Tensor,
     keys_values: torch.Tensor,

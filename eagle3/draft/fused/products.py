@@ -35,8 +35,19 @@ class Operand(Protocol):
         """A step's rows, of which x [R, W] was put in their place, for `Products.forward` and `backward`."""
         ...
 
+    def swiglu(self, at: slice, gate: torch.Tensor, up: torch.Tensor) -> Any:
+        """A step's rows, made of gate and up [R, W]; given as by `rows`."""
+        ...
+
+    def swiglu_grad(
+        self, at: slice, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, other: Operand
+    ) -> tuple[Any, Any]:
+        """A step's rows of this operand and of `other`: the gradients of gate and up [R, W], whose own values may be
+        gone; given as by `rows`."""
+        ...
+
     def columns(self) -> Any:
-        """All rows, for `Products.add_gradient`; every step's `rows` were asked for before."""
+        """All rows, for `Products.add_gradient`; every step's were made before."""
         ...
 
 
@@ -76,14 +87,24 @@ class Products(Protocol):
 class PlainOperand:
     """See `Operand`; the rows as they are."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
+    def __init__(self, ops: ModuleType, values: torch.Tensor) -> None:
+        self._ops, self._values = ops, values
 
     def place(self, at: slice) -> torch.Tensor:
         return self._values[at]
 
     def rows(self, at: slice, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def swiglu(self, at: slice, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._ops.swiglu(gate, up, self._values[at])
+        return found
+
+    def swiglu_grad(
+        self, at: slice, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, other: Operand
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._ops.swiglu_grad(gate, up, grad)
+        return gate, up
 
     def columns(self) -> torch.Tensor:
         return self._values
@@ -93,17 +114,18 @@ class PlainProducts:
     """See `Products`; in the rows' own type.
 
     Args:
+        ops: `plain` or `cuda`.
         matrices: [out, in] by name.
     """
 
-    def __init__(self, matrices: Mapping[str, torch.Tensor]) -> None:
-        self._matrices = matrices
+    def __init__(self, ops: ModuleType, matrices: Mapping[str, torch.Tensor]) -> None:
+        self._ops, self._matrices = ops, matrices
 
     def operand(self, values: torch.Tensor) -> PlainOperand:
-        return PlainOperand(values)
+        return PlainOperand(self._ops, values)
 
     def room(self, count: int, width: int, like: torch.Tensor) -> PlainOperand:
-        return PlainOperand(like.new_empty(count, width))
+        return PlainOperand(self._ops, like.new_empty(count, width))
 
     def forward(
         self, rows: torch.Tensor, name: str, out: torch.Tensor | None = None, add: torch.Tensor | None = None
@@ -132,6 +154,18 @@ class Float8Operand:
 
     def rows(self, at: slice, x: torch.Tensor) -> Quantized:
         found: Quantized = self._ops.quantize_rows(x, self._rounded.part(at))
+        return found
+
+    def swiglu(self, at: slice, gate: torch.Tensor, up: torch.Tensor) -> Quantized:
+        found: Quantized = self._ops.swiglu_rounded(gate, up, self._rounded.part(at))
+        return found
+
+    def swiglu_grad(
+        self, at: slice, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, other: Operand
+    ) -> tuple[Quantized, Quantized]:
+        assert isinstance(other, Float8Operand)
+        places = self._rounded.part(at), other._rounded.part(at)
+        found: tuple[Quantized, Quantized] = self._ops.swiglu_grad_rounded(gate, up, grad, *places)
         return found
 
     def columns(self) -> Quantized:

@@ -107,7 +107,7 @@ class Weights:
         matrices["hidden_all"] = qkv.hidden_all
         norms = {name: named[name] for name in NORMS}
         if not float8:
-            return cls(qkv, PlainProducts(matrices | {"hidden_query": qkv.hidden_query}), norms)
+            return cls(qkv, PlainProducts(ops, matrices | {"hidden_query": qkv.hidden_query}), norms)
         products = Float8Products(ops, matrices, dtype)
         products.add_part("hidden_query", "hidden_all", qkv.query_width)
         return cls(qkv, products, norms)

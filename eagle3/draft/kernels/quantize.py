@@ -58,7 +58,7 @@ def quantize_columns(x: Quantized) -> Quantized:
 
 
 @triton.jit
-def _scale_and_inverse(peak, round_up: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
+def scale_and_inverse(peak, round_up: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr):
     """The power of two that brings `peak` to 448 or below, NaN if it is infinite, and 1 / that."""
     exponent = ((tl.maximum(peak, smallest).to(tl.int32, bitcast=True) + round_up) >> 23) - largest
     scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -77,14 +77,14 @@ def _quantize_rows(
     lane = tl.arange(0, block)
     if width <= block:
         value = tl.load(x + lane, mask=lane < width, other=0.0).to(tl.float32)
-        scale, inverse = _scale_and_inverse(tl.max(tl.abs(value), axis=0), round_up, largest, smallest)
+        scale, inverse = scale_and_inverse(tl.max(tl.abs(value), axis=0), round_up, largest, smallest)
         tl.store(values + lane, (value * inverse).to(values.dtype.element_ty), mask=lane < width)
     else:
         peak = tl.zeros((block,), tl.float32)
         for first in range(0, width, block):
             inside = first + lane < width
             peak = tl.maximum(peak, tl.abs(tl.load(x + first + lane, mask=inside, other=0.0).to(tl.float32)))
-        scale, inverse = _scale_and_inverse(tl.max(peak, axis=0), round_up, largest, smallest)
+        scale, inverse = scale_and_inverse(tl.max(peak, axis=0), round_up, largest, smallest)
         for first in range(0, width, block):
             inside = first + lane < width
             value = tl.load(x + first + lane, mask=inside, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def _quantize_columns(
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
     part = tl.arange(0, splits)
     found = tl.load(peaks + part[:, None] * width + column[None, :], mask=(column < width)[None, :], other=0.0)
-    scale, inverse = _scale_and_inverse(tl.max(found, axis=0), round_up, largest, smallest)
+    scale, inverse = scale_and_inverse(tl.max(found, axis=0), round_up, largest, smallest)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     value = tl.load(x + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     by = tl.load(row_scales + row, mask=row < rows, other=1.0)
