@@ -99,7 +99,7 @@ def _forward(config: DraftConfig, counts: Sequence[int], float8: bool) -> int:
     """Rows of one step before they are rotated; in float8 also those to round and a product before it is added."""
     query, pair = widths(config)
     first, later = counts[0], counts[1] if len(counts) > 1 else 0
-    more = 3 * config.hidden_size + config.intermediate_size if float8 else 0
+    more = 3 * config.hidden_size if float8 else 0
     return max(first * (query + more), later * (query + pair + more)) * BF16
 
 
