@@ -84,7 +84,7 @@ class TTTSection(Section):
     """Weight of step k is decay^k."""
     chain_rule: Literal["served", "shifted"] = "served"
     """`served`: exactly the chains that serving starts; `shifted`: SpecForge's rule."""
-    chunk: PositiveInt | None = 1792
+    chunk: PositiveInt | None = 2304
     """Most chains computed at once, forward and backward, which bounds memory; null: all, by autograd (slower)."""
     float8: bool = False
     """Multiply in float8 with a scale for each row: half the time for the large products, see docs/training-step.md."""

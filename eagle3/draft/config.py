@@ -247,7 +247,7 @@ class TTTSettings:
     steps: int = 7
     decay: float = 0.8
     chain_rule: ChainRule = "served"
-    chunk: int | None = 1792
+    chunk: int | None = 2304
     float8: bool = False
 
     def __post_init__(self) -> None:

@@ -167,7 +167,7 @@ def _not_modelled(config: TrainConfig) -> list[Problem]:
     problems = []
     if config.ttt.chunk is None:
         message = "is null: the step by autograd, whose memory is not modelled (it keeps every chain's rows at once)"
-        fix = "give ttt.chunk a number (1792 is the default), which also bounds the memory"
+        fix = "give ttt.chunk a number (2304 is the default), which also bounds the memory"
         problems.append(Problem("ttt.chunk", "plan.autograd", message, fix))
     if config.mixed_precision != "bf16":
         message = (

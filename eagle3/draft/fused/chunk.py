@@ -19,7 +19,7 @@ from eagle3.draft.fused.weights import Gradients
 if TYPE_CHECKING:
     from eagle3.draft.fused.step import Step
 
-HEAD_ROWS = 12800
+HEAD_ROWS = 16128
 """Rows whose logits exist at once: 2 x D bytes each. All steps of a chunk of the default size, so that the head's
 gradient is one product."""
 
@@ -129,27 +129,32 @@ class ChunkStep:
 
     def _head(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
         """The rows, the gradient [N, H] of `norm`'s results, and that norm's factors [N]."""
-        chunk, inputs, products = self.chunk, self.step.inputs, self.products
+        chunk, inputs = self.chunk, self.step.inputs
         total = self.offsets[-1]
         counted = chunk.active & inputs.known.index_select(0, chunk.teachers)
         scales = inputs.scales.index_select(0, chunk.steps) * counted
         grad, factors = torch.empty_like(self.outputs), self.normed_factors.new_empty(total)
-        losses, greedy = [], []
-        for begin in range(0, total, HEAD_ROWS):
-            at = slice(begin, min(begin + HEAD_ROWS, total))
-            normed, factors[at] = self.ops.norm(
-                self.outputs[at], self.weights.norms["norm"], self.step.config.rms_norm_eps
-            )
-            every, head_rows = slice(0, len(normed)), products.operand(normed)
-            logits = products.forward(head_rows.rows(every, normed), "lm_head")
-            found = self.ops.cross_entropy(logits, inputs.teacher, chunk.teachers[at], scales[at])
-            losses.append(found[0])
-            greedy.append(found[1])
-            if self.step.gradients is not None:
-                slopes = products.operand(logits)
-                products.backward(slopes.rows(every, logits), "lm_head", grad[at])
-                self.step.gradients.add("lm_head", slopes.columns(), head_rows.columns())
-        return Rows(chunk, torch.cat(losses) * counted, torch.cat(greedy)), grad, factors
+        pieces = [slice(begin, min(begin + HEAD_ROWS, total)) for begin in range(0, total, HEAD_ROWS)]
+        found = [self._head_piece(at, scales, grad, factors) for at in pieces]
+        losses, greedy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Rows(chunk, losses * counted, greedy), grad, factors
+
+    def _head_piece(
+        self, at: slice, scales: torch.Tensor, grad: torch.Tensor, factors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and greedy draft tokens of these rows; puts their gradients and factors in place."""
+        inputs, products, weights = self.step.inputs, self.products, self.weights
+        normed, factors[at] = self.ops.norm(self.outputs[at], weights.norms["norm"], self.step.config.rms_norm_eps)
+        every, head_rows = slice(0, len(normed)), products.operand(normed)
+        logits = products.forward(head_rows.rows(every, normed), "lm_head")
+        found: tuple[torch.Tensor, torch.Tensor] = self.ops.cross_entropy(
+            logits, inputs.teacher, self.chunk.teachers[at], scales[at]
+        )
+        if self.step.gradients is not None:
+            slopes = products.operand(logits)
+            products.backward(slopes.rows(every, logits), "lm_head", grad[at])
+            self.step.gradients.add("lm_head", slopes.columns(), head_rows.columns())
+        return found
 
     def _backward(self, gradients: Gradients, output_grad: torch.Tensor, factors: torch.Tensor) -> None:
         """All steps backward, then what all their rows add to the gradients.

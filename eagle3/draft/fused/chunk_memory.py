@@ -104,16 +104,19 @@ def _forward(config: DraftConfig, counts: Sequence[int], float8: bool) -> int:
 
 
 def _head(config: DraftConfig, types: Types, rows: int, several: bool) -> int:
-    """Normed states and logits, of which the next ones are made while those before are alive."""
+    """The most that a piece takes."""
+    first = _head_piece(config, types, min(rows, HEAD_ROWS), several)
+    others = min(rows - HEAD_ROWS, HEAD_ROWS)
+    return max(first, _head_piece(config, types, others, True)) if others > 0 else first
+
+
+def _head_piece(config: DraftConfig, types: Types, rows: int, added: bool) -> int:
+    """Normed states and logits, and the head's gradient where it is added to what is there."""
     hidden, vocab = config.hidden_size, config.draft_vocab_size
-    pieces, rows = -(-rows // HEAD_ROWS), min(rows, HEAD_ROWS)
-    product = _product(types, vocab, hidden, several or pieces > 1)
-    states, logits = rows * hidden * BF16, rows * vocab * BF16
-    if not types.float8:
-        return states + logits + max(logits if pieces > 1 else 0, product)
-    states, logits = states + rounded(rows, hidden), logits + rounded(rows, vocab)
-    product += columns(rows, hidden) + columns(rows, vocab)
-    return states + logits + max(logits if pieces > 1 else 0, product)
+    size = rows * (hidden + vocab) * BF16 + _product(types, vocab, hidden, added)
+    if types.float8:
+        size += rounded(rows, hidden) + rounded(rows, vocab) + columns(rows, hidden) + columns(rows, vocab)
+    return size
 
 
 def _backward(config: DraftConfig, counts: Sequence[int]) -> int:

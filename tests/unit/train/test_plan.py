@@ -60,7 +60,7 @@ def test_micro_batches_are_those_that_training_loads(store: Path, values: dict[s
     batches = [batch for window in zip(*loaded, strict=True) for rank in window for batch in rank]
     for mine, batch in zip(found, batches, strict=True):
         chains = plan_chains(batch.loss_mask, batch.document_ids, 3, "served")
-        expected = Sizes.of(chains, batch.input_ids.numel(), len(batch.last_hidden), 1792)
+        expected = Sizes.of(chains, batch.input_ids.numel(), len(batch.last_hidden), run.ttt.chunk)
         if mine.rows:
             assert (mine.tokens, _read(samples.train, mine, run)) == (batch.input_ids.numel(), expected)
             assert mine.bound(run).peak >= plan_peak(run, mine, expected)
