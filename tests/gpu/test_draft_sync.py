@@ -22,10 +22,10 @@ def test_forward_and_backward_do_not_synchronise(rule: str) -> None:
     module = TTTLoss(make_model().cuda(), make_vocab().to("cuda"), settings)
     moved = batch.to("cuda")
     counts = count_terms(moved, head, module.vocab, settings)
-    module(moved, head, counts, counts.in_vocab).loss.backward()  # warms up what allocates or synchronises once
+    module(moved, counts, counts.in_vocab).loss.backward()  # warms up what allocates or synchronises once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output = module(moved, head, counts, counts.in_vocab)
+        output = module(moved, counts, counts.in_vocab)
         output.loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
