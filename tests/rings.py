@@ -16,7 +16,7 @@ from eagle3.data.ring_writer import RingWriter
 from eagle3.data.store import StoredSample
 from eagle3.data.store_layout import StoreLayout
 from eagle3.target.capture import shards_by_size
-from tests.stores import HIDDEN, TARGET_CONFIG, VOCAB, random_contract, random_sample, train_config
+from tests.stores import HIDDEN, TARGET_CONFIG, VOCAB, greedy, random_contract, random_sample, train_config
 
 COUNT = 14
 SHARD_SAMPLES = 2
@@ -25,7 +25,8 @@ SHARD_SAMPLES = 2
 def ring_samples(count: int = COUNT, seed: int = 0) -> list[StoredSample]:
     """Samples `s00`, ... of 6 to 16 tokens."""
     lengths = torch.randint(6, 17, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [random_sample(f"s{n:02}", length, (2, length), 1000 * seed + n) for n, length in enumerate(lengths)]
+    samples = [random_sample(f"s{n:02}", length, (2, length), 1000 * seed + n) for n, length in enumerate(lengths)]
+    return [greedy(sample, head()) for sample in samples]
 
 
 def head(seed: int = 0) -> dict[str, torch.Tensor]:

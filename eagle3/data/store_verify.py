@@ -18,6 +18,7 @@ from eagle3.data.open_shard import OpenShard
 from eagle3.data.store_check import REDO, check_store, samples_said
 from eagle3.data.store_format import FileInfo, Manifest, SampleInfo, ShardInfo, load_manifest, sample_rows
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.store_sample import range_faults
 from eagle3.data.verify_record import VerifyRecord
 from eagle3.draft.states import FP8, are_scales, has_nan
 from eagle3.errors import Problem, ProblemsError
@@ -133,6 +134,9 @@ def _check_values(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[P
     problems, rows, file = [], sample_rows(shard.samples, layout), OpenShard(folder / shard.file)
     for sample, (every, last) in zip(shard.samples, rows, strict=True):
         faults = [*_token_faults(file, every, sample, layout.contract), *_state_faults(file, every, last, layout)]
+        if layout.has_argmax:
+            argmax = file.rows("target_argmax", last).int()
+            faults += range_faults(argmax, layout.contract.vocab_size, "target_argmax")
         for kind, message in faults:
             text = f"sample {sample.id!r} {message}"
             problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
@@ -143,9 +147,7 @@ def _token_faults(
     file: OpenShard, rows: slice, sample: SampleInfo, contract: WiringContract
 ) -> Iterator[tuple[str, str]]:
     ids, mask = file.rows("input_ids", rows).int(), file.rows("loss_mask", rows)
-    if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
-        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
-        yield "ids_out_of_range", message
+    yield from range_faults(ids, contract.vocab_size)
     if mask.max() > 1:
         yield "loss_mask", f"has {mask.max()} in its loss mask, expected 0 or 1"
     elif mask.sum() != sample.supervised:

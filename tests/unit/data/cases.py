@@ -10,6 +10,7 @@ import torch
 
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_layout import LastRows, StoreLayout
+from eagle3.data.target_argmax import greedy_tokens, make_target_head
 from eagle3.errors import ProblemsError
 from eagle3.wiring.contract import WiringContract
 
@@ -42,17 +43,21 @@ def layout(last_rows: LastRows = "supervised", **changes: Any) -> StoreLayout:
 
 
 def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> StoredSample:
-    """The last two tokens are supervised; states count up, exactly representable in bfloat16."""
+    """The last two tokens are supervised; aux states count up; the target's greedy tokens vary. All states are exactly
+    representable in bfloat16.
+    """
 
     def states(width: int) -> torch.Tensor:
         return (torch.arange(tokens * width) % 128 + start).to(dtype).reshape(tokens, width)
 
+    last = ((torch.arange(tokens * HIDDEN) * 37 + 11 * start) % 128 - 64).to(dtype).reshape(tokens, HIDDEN)
     return StoredSample(
         id=sample_id,
         input_ids=(torch.arange(tokens) + start) % VOCAB,
         loss_mask=torch.arange(tokens) >= tokens - 2,
         aux_hidden_states=states(AUX * HIDDEN),
-        last_hidden_states=-states(HIDDEN),
+        last_hidden_states=last,
+        target_argmax=greedy_tokens(last, make_target_head(target_head(), {"rms_norm_eps": 1e-6}, "post_norm")),
     )
 
 
@@ -61,7 +66,7 @@ def target_head(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {
         "embed_tokens.weight": matrix * scale,
         "norm.weight": torch.full((HIDDEN,), 1.5),
-        "lm_head.weight": -matrix,
+        "lm_head.weight": matrix * 13 % 31 - 15,
     }
 
 

@@ -28,7 +28,7 @@ def assert_same(read: StoredSample, written: StoredSample) -> None:
     assert read.id == written.id
     assert read.input_ids.dtype == torch.int32
     assert read.loss_mask.dtype == torch.bool
-    for name in ("input_ids", "loss_mask", "aux_hidden_states", "supervised_last"):
+    for name in ("input_ids", "loss_mask", "aux_hidden_states", "supervised_last", "supervised_argmax"):
         assert torch.equal(getattr(read, name).long(), getattr(written, name).long()), name
 
 
@@ -47,7 +47,9 @@ def test_what_is_written_is_read_back(tmp_path: Path, dtype: str, last_rows: Las
         assert_same(reader.read(index), item)
         assert reader.read(index).aux_hidden_states.dtype == kind
         rows = item.input_ids.numel() if last_rows == "all" else min(item.input_ids.numel(), 2)
-        assert len(reader.read(index).last_hidden_states) == rows
+        argmax = reader.read(index).target_argmax
+        assert argmax is not None and argmax.dtype == torch.int32
+        assert len(reader.read(index).last_hidden_states) == len(argmax) == rows
         ids, mask = reader.read_tokens(index)
         assert torch.equal(ids, item.input_ids.int()) and torch.equal(mask, item.loss_mask)
 
@@ -126,6 +128,11 @@ def test_reading_a_sample_reads_no_other_one(tmp_path: Path, monkeypatch: pytest
         ({"input_ids": torch.full((5,), VOCAB)}, "store.ids_out_of_range", "0 to 19"),
         ({"input_ids": torch.full((5,), -1)}, "store.ids_out_of_range", "0 to 19"),
         ({"id": ""}, "store.sample_id", "empty"),
+        ({"target_argmax": None}, "store.sample_shape", "target_argmax is absent, expected integers [2] or [5]"),
+        ({"target_argmax": torch.zeros(3, dtype=torch.int32)}, "store.sample_shape", "torch.int32 [3]"),
+        ({"target_argmax": torch.zeros(2)}, "store.sample_shape", "target_argmax is torch.float32 [2]"),
+        ({"target_argmax": torch.tensor([0, VOCAB])}, "store.ids_out_of_range", "ids 0 to 20 in its target_argmax"),
+        ({"target_argmax": torch.tensor([-1, 0])}, "store.ids_out_of_range", "in its target_argmax"),
     ],
 )
 def test_a_wrong_sample_is_refused_by_name_before_anything_is_written(
