@@ -67,11 +67,11 @@ def random_sample(name: str, tokens: int, answer: Span, seed: int) -> StoredSamp
 
 
 def greedy(sample: StoredSample, head: dict[str, torch.Tensor]) -> StoredSample:
-    """The sample, which has all last hidden states, with the greedy tokens of a head of `TARGET_CONFIG`."""
-    return replace(
-        sample,
-        target_argmax=greedy_tokens(sample.last_hidden_states, make_target_head(head, TARGET_CONFIG, "post_norm")),
-    )
+    """The sample with the greedy tokens of a head of `TARGET_CONFIG` at its last hidden states, unless it has some."""
+    if sample.target_argmax is not None:
+        return sample
+    target = make_target_head(head, TARGET_CONFIG, "post_norm")
+    return replace(sample, target_argmax=greedy_tokens(sample.last_hidden_states, target))
 
 
 def write_random_store(

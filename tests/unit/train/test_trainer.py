@@ -89,9 +89,9 @@ def test_a_drafter_learns_from_an_fp8_store_what_it_learns_from_those_very_state
     states = {sample.id: sample for sample in map(reader.read, range(len(reader)))}
 
     def widened(sample: StoredSample) -> StoredSample:
-        read = states[sample.id]
+        read = states[sample.id]  # its greedy tokens are those of the states before they were rounded
         aux, last = read.aux_hidden_states.float(), read.last_hidden_states.float()
-        return replace(sample, aux_hidden_states=aux, last_hidden_states=last)
+        return replace(read, aux_hidden_states=aux, last_hidden_states=last)
 
     wide = write_random_store(tmp_path / "float32", change=widened)
     for folder in (store, wide):
