@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 
@@ -52,19 +52,18 @@ def with_argmax(sample: StoredSample, layout: StoreLayout, head: TargetHead) -> 
     return replace(sample, target_argmax=argmax.cpu().int())
 
 
-def make_target_head(
-    tensors: Mapping[str, torch.Tensor], target_config: Mapping[str, Any], kind: LastHiddenKind
-) -> TargetHead:
+def make_target_head(tensors: Mapping[str, torch.Tensor], target_config: Mapping[str, Any], kind: str) -> TargetHead:
     """The head of a store.
 
     Args:
         tensors: `norm.weight` [H], and `lm_head.weight` [V, H] or, where that is tied to it, `embed_tokens.weight`.
         target_config: the target's text config.
-        kind: of the store's last hidden states.
+        kind: of the store's last hidden states, as its contract says.
     """
+    assert kind in get_args(LastHiddenKind), kind
     return TargetHead(
         lm_head=tensors["lm_head.weight" if "lm_head.weight" in tensors else "embed_tokens.weight"],
         norm_weight=tensors["norm.weight"],
         eps=target_config["rms_norm_eps"],
-        kind=kind,
+        kind=cast(LastHiddenKind, kind),
     )

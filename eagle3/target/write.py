@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_fingerprint import OtherStates
 from eagle3.data.store_layout import StoreLayout
 from eagle3.data.target_argmax import make_target_head, with_argmax
-from eagle3.draft.loss import LastHiddenKind, TargetHead
+from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
@@ -142,8 +142,7 @@ def completing(plan: StorePlan, target_head: Mapping[str, torch.Tensor]) -> Comp
         names = ["lm_head.weight" if "lm_head.weight" in target_head else "embed_tokens.weight", "norm.weight"]
         with explained_memory():
             moved = {name: target_head[name].to(device) for name in names}
-        kind = cast(LastHiddenKind, plan.contract.last_hidden_states)
-        return make_target_head(moved, plan.files.text_config, kind)
+        return make_target_head(moved, plan.files.text_config, plan.contract.last_hidden_states)
 
     def complete(sample: StoredSample) -> StoredSample:
         if not plan.layout.has_argmax or sample.target_argmax is not None:

@@ -42,7 +42,18 @@ def layout(last_rows: LastRows = "supervised", **changes: Any) -> StoreLayout:
     return StoreLayout(contract(**changes), last_rows)
 
 
-def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> StoredSample:
+def greedy(last: torch.Tensor, head: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What such a head says at last hidden states [T, H]."""
+    return greedy_tokens(last, make_target_head(head, {"rms_norm_eps": 1e-6}, "post_norm"))
+
+
+def sample(
+    sample_id: str,
+    tokens: int = 5,
+    start: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    head: dict[str, torch.Tensor] | None = None,
+) -> StoredSample:
     """The last two tokens are supervised; aux states count up; the target's greedy tokens vary. All states are exactly
     representable in bfloat16.
     """
@@ -57,7 +68,7 @@ def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype =
         loss_mask=torch.arange(tokens) >= tokens - 2,
         aux_hidden_states=states(AUX * HIDDEN),
         last_hidden_states=last,
-        target_argmax=greedy_tokens(last, make_target_head(target_head(), {"rms_norm_eps": 1e-6}, "post_norm")),
+        target_argmax=greedy(last, head or target_head()),
     )
 
 
@@ -83,15 +94,15 @@ def writer(folder: Path, **changes: Any) -> StoreWriter:
 def make_store(folder: Path, samples: int = 6, **changes: Any) -> Path:
     """A store of shards of two samples each: s0, s1 | s2, s3 | ..."""
     with writer(folder, **changes) as store:
-        write_missing(store, samples)
+        write_missing(store, samples, changes.get("target_head"))
     return folder
 
 
-def write_missing(store: StoreWriter, samples: int) -> None:
+def write_missing(store: StoreWriter, samples: int, head: dict[str, torch.Tensor] | None = None) -> None:
     """Writes what the store lacks of s0, s1, ..., two to a shard."""
     numbers = [number for number in range(samples) if f"s{number}" not in store.completed]
     for pair in batched(numbers, 2):
-        store.write_shard([sample(f"s{number}", tokens=3 + number, start=number) for number in pair])
+        store.write_shard([sample(f"s{number}", tokens=3 + number, start=number, head=head) for number in pair])
 
 
 def batched(values: list[int], size: int) -> list[list[int]]:

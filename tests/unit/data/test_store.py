@@ -17,7 +17,7 @@ from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError, problem_error
 from tests.children import in_a_child, killed
 
-from .cases import AUX, HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
+from .cases import AUX, HIDDEN, VOCAB, contract, greedy, kinds, make_store, sample, target_head, write_missing, writer
 
 
 def names(folder: Path) -> list[str]:
@@ -59,7 +59,8 @@ def test_an_fp8_store_gives_back_what_is_nearest_in_eight_bits(tmp_path: Path) -
     generator = torch.Generator().manual_seed(0)
     aux = torch.randn(5, AUX * HIDDEN, generator=generator) * torch.tensor([1e-20, 1, 3, 1e9, 0])[:, None]
     last = torch.randn(5, HIDDEN, generator=generator)
-    written = replace(sample("s"), aux_hidden_states=aux.bfloat16(), last_hidden_states=last.bfloat16())
+    states = {"aux_hidden_states": aux.bfloat16(), "last_hidden_states": last.bfloat16()}
+    written = replace(sample("s"), **states, target_argmax=greedy(last.bfloat16(), target_head()))
     with writer(tmp_path / "store", contract=contract(dtype="float8_e4m3fn")) as store:
         store.write_shard([written, replace(written, id="t", loss_mask=torch.zeros(5, dtype=torch.bool))])
     reader = StoreReader(tmp_path / "store")
