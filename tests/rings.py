@@ -14,9 +14,9 @@ from eagle3.data.ring_format import RingPlan
 from eagle3.data.ring_order import order_shards
 from eagle3.data.ring_writer import RingWriter
 from eagle3.data.store import StoredSample
-from eagle3.data.store_layout import StoreLayout
+from eagle3.data.store_layout import FORMAT_VERSION, StoreLayout
 from eagle3.target.capture import shards_by_size
-from tests.stores import HIDDEN, TARGET_CONFIG, VOCAB, random_contract, random_sample, train_config
+from tests.stores import HIDDEN, TARGET_CONFIG, VOCAB, greedy, random_contract, random_sample, train_config
 
 COUNT = 14
 SHARD_SAMPLES = 2
@@ -25,7 +25,8 @@ SHARD_SAMPLES = 2
 def ring_samples(count: int = COUNT, seed: int = 0) -> list[StoredSample]:
     """Samples `s00`, ... of 6 to 16 tokens."""
     lengths = torch.randint(6, 17, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [random_sample(f"s{n:02}", length, (2, length), 1000 * seed + n) for n, length in enumerate(lengths)]
+    samples = [random_sample(f"s{n:02}", length, (2, length), 1000 * seed + n) for n, length in enumerate(lengths)]
+    return [greedy(sample, head()) for sample in samples]
 
 
 def head(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -44,9 +45,10 @@ def ring_plan(
     unit: int = 1,
     seed: int = 0,
     dtype: str = "float32",
+    version: int = FORMAT_VERSION,
 ) -> RingPlan:
     """Two samples a shard, `unit` shards made together, and room for about so many of the largest shard."""
-    layout = StoreLayout(replace(random_contract(), dtype=dtype))
+    layout = StoreLayout(replace(random_contract(), dtype=dtype), version=version)
 
     def cut(order: list[int]) -> list[list[list[int]]]:
         parts = [[order[at] for at in part] for part in shards_by_size([1] * len(order), 100, SHARD_SAMPLES)]

@@ -12,6 +12,7 @@ import torch
 from eagle3.config import TrainConfig, build_config
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_layout import LastRows
+from eagle3.data.target_argmax import greedy_tokens, make_target_head
 from eagle3.sealed import SEAL, write_sealed
 from eagle3.wiring.contract import WiringContract
 
@@ -65,6 +66,14 @@ def random_sample(name: str, tokens: int, answer: Span, seed: int) -> StoredSamp
     )
 
 
+def greedy(sample: StoredSample, head: dict[str, torch.Tensor]) -> StoredSample:
+    """The sample with the greedy tokens of a head of `TARGET_CONFIG` at its last hidden states, unless it has some."""
+    if sample.target_argmax is not None:
+        return sample
+    target = make_target_head(head, TARGET_CONFIG, "post_norm")
+    return replace(sample, target_argmax=greedy_tokens(sample.last_hidden_states, target))
+
+
 def write_random_store(
     folder: Path,
     answers: Sequence[tuple[int, Span]] | None = None,
@@ -90,7 +99,7 @@ def write_random_store(
         "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator),
     }
     samples = [
-        change(random_sample(f"s{number:02}", tokens, answer, 1000 * seed + number))
+        greedy(change(random_sample(f"s{number:02}", tokens, answer, 1000 * seed + number)), head)
         for number, (tokens, answer) in enumerate(answers)
     ]
     settings = {"keep_ids": [0, 1]}

@@ -116,6 +116,20 @@ class _Place:
     last: slice
 
 
+@dataclass(frozen=True)
+class _BatchRead:
+    """A batch whose states are being read; its greedy tokens are as they are stored.
+
+    Attributes:
+        jobs: the reads.
+        samples: index in the store of each sample, and its rows of the last hidden states.
+    """
+
+    batch: DraftBatch
+    jobs: list[Reading]
+    samples: list[tuple[int, slice]]
+
+
 def collate(rows: Sequence[Sequence[StoredSample]], max_length: int) -> DraftBatch:
     """Joins each row's samples, cut to `max_length` tokens each, and pads rows at the right to the longest.
 
@@ -128,16 +142,24 @@ def collate(rows: Sequence[Sequence[StoredSample]], max_length: int) -> DraftBat
         for row in rows
     ]
     widths = (first.aux_hidden_states.shape[1], first.last_hidden_states.shape[1])
-    batch, places = _frame(tokens, widths, first.aux_hidden_states.dtype)
+    argmax_dtype = None if first.target_argmax is None else torch.int64
+    batch, places = _frame(tokens, widths, first.aux_hidden_states.dtype, argmax_dtype=argmax_dtype)
     for sample, place in zip(chain.from_iterable(rows), places, strict=True):
-        length = place.columns.stop - place.columns.start
+        length, supervised = place.columns.stop - place.columns.start, place.last.stop - place.last.start
         batch.aux[place.row, place.columns] = sample.aux_hidden_states[:length]
-        batch.last_hidden[place.last] = sample.supervised_last[: place.last.stop - place.last.start]
+        batch.last_hidden[place.last] = sample.supervised_last[:supervised]
+        if batch.target_argmax is not None:
+            assert sample.supervised_argmax is not None, "samples of one batch come from one store"
+            batch.target_argmax[place.last] = sample.supervised_argmax[:supervised].long()
     return batch
 
 
 def _frame(
-    rows: Sequence[Sequence[_Tokens]], widths: tuple[int, int], dtype: torch.dtype, slots: int = 0
+    rows: Sequence[Sequence[_Tokens]],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    slots: int = 0,
+    argmax_dtype: torch.dtype | None = None,
 ) -> tuple[DraftBatch, list[_Place]]:
     """A batch whose states are yet to be filled (those of padding are zero), and each sample's place.
 
@@ -146,6 +168,7 @@ def _frame(
     Args:
         widths: A * H and H.
         slots: A where rows have scales, else 0.
+        argmax_dtype: that greedy tokens are filled in as; None where there are none.
     """
     shape = (len(rows), max(sum(len(sample.input_ids) for sample in row) for row in rows))
     supervised = sum(int(sample.loss_mask.sum()) for row in rows for sample in row)
@@ -160,6 +183,7 @@ def _frame(
         sample_ids=[sample.id for row in rows for sample in row],
         aux_scales=torch.empty((*shape, slots), pin_memory=pin) if slots else None,
         last_scales=torch.empty(supervised, pin_memory=pin) if slots else None,
+        target_argmax=None if argmax_dtype is None else torch.empty(supervised, dtype=argmax_dtype, pin_memory=pin),
     )
     places, last = [], 0
     for number, row in enumerate(rows):
@@ -179,10 +203,16 @@ def _frame(
     return batch, places
 
 
-def empty_batch(aux_width: int, hidden_size: int, dtype: torch.dtype, slots: int = 0) -> DraftBatch:
-    """One unsupervised token: what a rank without rows computes so that it stays in step with the others."""
+def empty_batch(
+    aux_width: int, hidden_size: int, dtype: torch.dtype, slots: int = 0, argmax: bool = False
+) -> DraftBatch:
+    """One unsupervised token: what a rank without rows computes so that it stays in step with the others.
+
+    Args:
+        slots, argmax: as the others' batches have scales and greedy tokens.
+    """
     token = _Tokens("", torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool))
-    batch, _ = _frame([[token]], (aux_width, hidden_size), dtype, slots)
+    batch, _ = _frame([[token]], (aux_width, hidden_size), dtype, slots, torch.int64 if argmax else None)
     batch.aux.view(torch.uint8).zero_()
     if batch.aux_scales is not None:
         batch.aux_scales.fill_(1)
@@ -240,10 +270,10 @@ def begin_windows(
         try:
             for window in windows:
                 samples = [[[indices[i] for i in row] for row in micro_batch[rank]] for micro_batch in window]
-                batches, jobs = _begin(reader, states, samples, max_length)
-                masks = [(batch.loss_mask, batch.document_ids) for batch in batches]
+                reads = _begin(reader, states, samples, max_length)
+                masks = [(read.batch.loss_mask, read.batch.document_ids) for read in reads]
                 plans = [planner.submit(plan_batch, *mask, ttt) for mask in masks if ttt]
-                yield partial(_finish, batches, jobs, plans, done)
+                yield partial(_finish, reader, reads, plans, done)
         finally:
             planner.shutdown(cancel_futures=True)
 
@@ -273,10 +303,10 @@ class Ahead:
 
 
 def _finish(
-    batches: list[DraftBatch], jobs: list[Reading], plans: list[Future[Planned]], done: Callable[[int], None]
+    reader: StoreReader, reads: list[_BatchRead], plans: list[Future[Planned]], done: Callable[[int], None]
 ) -> list[DraftBatch]:
     """The batches, when they are read and planned."""
-    wait_for(jobs)
+    batches = _read(reader, reads)
     done(1)
     if not plans:
         return batches
@@ -286,30 +316,48 @@ def _finish(
 def read_batches(reader: StoreReader, micro_batches: Sequence[Sequence[Row]], max_length: int) -> list[DraftBatch]:
     """A batch of these rows of samples (by their indices in the store) for each micro-batch; rows may be none."""
     with RowReader(reader) as states:
-        batches, jobs = _begin(reader, states, micro_batches, max_length)
-        wait_for(jobs)
-    return batches
+        return _read(reader, _begin(reader, states, micro_batches, max_length))
+
+
+def _read(reader: StoreReader, reads: Sequence[_BatchRead]) -> list[DraftBatch]:
+    """Waits for what was begun; the batches, with their greedy tokens in the type that a batch has.
+
+    Raises:
+        ProblemsError: as `wait_for`; kind `store.ids_out_of_range`.
+    """
+    wait_for([job for read in reads for job in read.jobs])
+    return [_widened(reader, read) for read in reads]
+
+
+def _widened(reader: StoreReader, read: _BatchRead) -> DraftBatch:
+    stored = read.batch.target_argmax
+    if stored is None:
+        return read.batch
+    argmax = torch.empty(stored.shape, dtype=torch.int64, pin_memory=torch.cuda.is_available()).copy_(stored)
+    for index, rows in read.samples:
+        reader.check_argmax(index, argmax[rows])
+    return replace(read.batch, target_argmax=argmax)
 
 
 def _begin(
     reader: StoreReader, states: RowReader, micro_batches: Sequence[Sequence[Row]], max_length: int
-) -> tuple[list[DraftBatch], list[Reading]]:
+) -> list[_BatchRead]:
     """Batches of these samples of the store, and the reads that fill them."""
     contract, layout = reader.contract, reader.layout
     widths = (len(contract.output_indices) * contract.hidden_size, contract.hidden_size)
     slots = len(contract.output_indices) if layout.scaled else 0
-    batches: list[DraftBatch] = []
-    jobs: list[Reading] = []
+    argmax_dtype = layout.ids_dtype if layout.has_argmax else None
+    reads: list[_BatchRead] = []
     for rows in micro_batches:
         if not rows:
-            batches.append(empty_batch(*widths, layout.dtype, slots))
+            reads.append(_BatchRead(empty_batch(*widths, layout.dtype, slots, layout.has_argmax), [], []))
             continue
         tokens = [[_tokens(reader, index, max_length) for index in row] for row in rows]
-        batch, places = _frame(tokens, widths, layout.dtype, slots)
-        batches.append(batch)
-        for index, place in zip(chain.from_iterable(rows), places, strict=True):
-            jobs += states.read(index, list(_parts(reader, index, place, batch)))
-    return batches, jobs
+        batch, places = _frame(tokens, widths, layout.dtype, slots, argmax_dtype)
+        placed = list(zip(chain.from_iterable(rows), places, strict=True))
+        jobs = [job for at in placed for job in states.read(at[0], list(_parts(reader, *at, batch)))]
+        reads.append(_BatchRead(batch, jobs, [(index, place.last) for index, place in placed]))
+    return reads
 
 
 def _parts(reader: StoreReader, index: int, place: _Place, batch: DraftBatch) -> Iterator[Part]:
@@ -323,6 +371,8 @@ def _parts(reader: StoreReader, index: int, place: _Place, batch: DraftBatch) ->
         yield Part("last_hidden_states", stored.last.start + begin, batch.last_hidden[rows])
         if batch.last_scales is not None:
             yield Part("last_scales", stored.last.start + begin, batch.last_scales[rows])
+        if batch.target_argmax is not None:
+            yield Part("target_argmax", stored.last.start + begin, batch.target_argmax[rows])
 
 
 def _runs(loss_mask: torch.Tensor, rows: slice) -> list[tuple[int, slice]]:

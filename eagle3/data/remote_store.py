@@ -39,6 +39,7 @@ from eagle3.data.store_format import (
     ShardInfo,
     sample_rows,
 )
+from eagle3.data.store_layout import goes_with_last
 from eagle3.data.store_sample import StoredSample, header_metadata
 from eagle3.data.tensor_file import file_header
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
@@ -254,7 +255,7 @@ class RemoteStoreReader(StoreReader):
         if place is None:
             return 0, info.shape[0]
         rows, last = sample_rows(shard.samples[: place + 1], self.layout)[place]
-        chosen = last if name.startswith("last") else rows
+        chosen = last if goes_with_last(name) else rows
         return chosen.start, chosen.stop - chosen.start
 
     def _header(self, shard: ShardInfo, reader: str) -> Header:

@@ -209,7 +209,7 @@ def load_ring(folder: Path) -> Ring:
         raise AssertionError from error
     contract = WiringContract.from_dict(parsed.contract, f"{where}: contract")
     ring = Ring(
-        layout=StoreLayout(contract, parsed.last_hidden_rows),
+        layout=StoreLayout(contract, parsed.last_hidden_rows, parsed.store_version),
         settings=parsed.settings,
         target_config=parsed.target_config,
         max_bytes=parsed.max_bytes,
@@ -255,7 +255,7 @@ class _RingModel(_Model):
     format: str
     format_version: int
     contract: dict[str, Any]
-    store_version: Literal[2]
+    store_version: Literal[2, 3]
     last_hidden_rows: LastRows
     settings: dict[str, Any]
     target_config: dict[str, Any]

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from eagle3.data.argmax_check import refuse_mixed_up
 from eagle3.data.ring_folder import (
     check_ring_output,
     check_ring_resume,
@@ -40,6 +41,7 @@ from eagle3.data.store_fingerprint import OtherStates, make_fingerprint
 from eagle3.data.store_folder import check_head, write_target_head
 from eagle3.data.store_format import shard_files, shard_name
 from eagle3.data.store_sample import StoredSample, sample_problems, shard_content
+from eagle3.data.target_argmax import make_target_head
 from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.sealed import write_sealed
@@ -77,6 +79,7 @@ class RingWriter:
         wait_seconds: float,
     ) -> None:
         raise_problems(check_head(target_head, plan.contract))
+        self._head = make_target_head(target_head, plan.target_config, plan.contract.last_hidden_states)
         self.folder, self.written, self.waited = folder, 0, 0.0
         self._wait_seconds = wait_seconds
         self._began = time.monotonic()
@@ -133,8 +136,8 @@ class RingWriter:
             other_states: further layers' states for the fingerprint, see `make_fingerprint`.
 
         Raises:
-            ProblemsError: samples are mis-shaped or not finite (all are named); the disk is full. Nothing of the shard
-                is left then.
+            ProblemsError: samples are mis-shaped or not finite (all are named); as `list_shards`; the disk is full.
+                Nothing of the shard is left then.
         """
         assert [sample.id for sample in samples] == [info.id for info in self.ring.infos(number)]
         layout = self.ring.layout
@@ -149,7 +152,12 @@ class RingWriter:
         Args:
             checksums: `sha256:<hex>` by number.
             fingerprint: of shard 0, where that is among them.
+
+        Raises:
+            ProblemsError: kind `store.argmax`, greedy tokens are not those of the last hidden states.
         """
+        entries = [self.ring.entry(number, checksum) for number, checksum in checksums.items()]
+        refuse_mixed_up(self.folder, entries, self.ring.layout, self._head)
         if fingerprint is not None:
             fingerprint.save(self.folder)
         for number, checksum in checksums.items():

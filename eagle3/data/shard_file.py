@@ -1,10 +1,10 @@
 """A shard that is filled while the target's layers pass: its header and size are known beforehand, its rows come slot
-by slot, in any number of pieces.
+by slot, in any number of pieces, and the target's greedy tokens sample by sample.
 
 The file has its whole size from the start, so that a full disk is an error before the work, and its states are mapped:
 the kernel writes them out as they come, memory stays bounded.
 
-Legend: T tokens of the shard, A aux layers, H target hidden, n rows of a piece.
+Legend: T tokens of the shard, A aux layers, H target hidden, n rows of a piece, R of a sample's last hidden states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from eagle3.data.chat import TokenSample
 from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.data.store_layout import StoreLayout, TensorLayout
-from eagle3.data.store_sample import header_metadata, token_faults
+from eagle3.data.store_sample import argmax_faults, header_metadata, token_faults
 from eagle3.data.tensor_file import TORCH_DTYPES, file_header
 from eagle3.draft.states import quantize
 from eagle3.errors import Problem, problem_error, raise_problems
@@ -62,6 +62,7 @@ class ShardFile:
         self._claimed: dict[StateKey, int] = dict.fromkeys([*layout.contract.output_indices, "last"], 0)
         mask = torch.tensor([value for sample in samples for value in sample.loss_mask], dtype=torch.bool)
         self._last_rows = mask if layout.last_rows == "supervised" else torch.ones_like(mask)
+        self._argmax: set[int] = set()
         tensors = layout.tensors(self.tokens, int(mask.sum()))
         header = file_header(tensors, header_metadata((sample_info(item) for item in samples), layout.version))
         with explained_os_errors(self._temporary):
@@ -113,6 +114,27 @@ class ShardFile:
             assert numbers is not None
             scales[rows] = numbers
 
+    def last_places(self, sample: int) -> torch.Tensor:
+        """int64 [R]: the tokens of a sample, by its number here and counted from its first, of which last hidden states
+        are stored."""
+        end = self._ends[sample]
+        return self._last_rows[end - len(self.samples[sample].input_ids) : end].nonzero().flatten()
+
+    def write_argmax(self, sample: int, argmax: torch.Tensor) -> None:
+        """Takes the target's greedy tokens at a sample's `last_places`, any integers [R] on the CPU.
+
+        Raises:
+            ProblemsError: they are not so many, or not in the vocabulary.
+        """
+        name, places = self.samples[sample].id, self.last_places(sample)
+        raise_problems(
+            Problem(f"{self.path}: sample {name!r}", f"store.{kind}", message, _ENGINE_FIX)
+            for kind, message in argmax_faults(argmax, [len(places)], self._layout.contract)
+        )
+        begin = int(self._last_rows[: self._ends[sample] - len(self.samples[sample].input_ids)].sum())
+        self._tensors["target_argmax"][begin : begin + len(places)] = argmax.to(self._layout.ids_dtype)
+        self._argmax.add(sample)
+
     def sync(self) -> None:
         """Waits until what is written is on disk.
 
@@ -128,13 +150,18 @@ class ShardFile:
         All that was announced must be written.
 
         Raises:
-            ProblemsError: a slot lacks rows, and nothing is left; or the disk is full.
+            ProblemsError: a slot lacks rows, or a sample its greedy tokens, and nothing is left; or the disk is full.
         """
         missing = {key: rows for key, rows in self._claimed.items() if rows < self.tokens}
         if missing:
             self.discard()
             said = ", ".join(f"{_said(key)} has {rows}" for key, rows in missing.items())
             message = f"has {self.tokens} tokens, but {said} rows"
+            raise problem_error(str(self.path), "capture.rows", message, _ENGINE_FIX)
+        lacking = [item.id for number, item in enumerate(self.samples) if number not in self._argmax]
+        if lacking and self._layout.has_argmax:
+            self.discard()
+            message = f"has no greedy tokens of {len(lacking)} of its {len(self.samples)} samples, {lacking[0]!r} first"
             raise problem_error(str(self.path), "capture.rows", message, _ENGINE_FIX)
         self.sync()
         with explained_os_errors(self.path):

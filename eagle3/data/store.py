@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from eagle3.data.open_shard import OpenShard, naming
 from eagle3.data.store_check import INCOMPLETE, check_shard, check_store
 from eagle3.data.store_format import TARGET_HEAD_FILE, Manifest, SampleInfo, load_manifest, sample_rows
+from eagle3.data.store_layout import goes_with_last
 from eagle3.data.store_sample import StoredSample
 from eagle3.data.store_verify import verify
 from eagle3.data.store_writer import StoreWriter
@@ -125,7 +126,9 @@ class StoreReader:
             slots = aux.unflatten(1, (-1, self.contract.hidden_size))
             aux = dequantize(slots, self._rows(index, "aux_scales")).flatten(1)
             last = dequantize(last, self._rows(index, "last_scales"))
-        return StoredSample(self.samples[index].id, *self.read_tokens(index), aux, last)
+        argmax = self._rows(index, "target_argmax").int() if self.layout.has_argmax else None
+        self.check_argmax(index, argmax)
+        return StoredSample(self.samples[index].id, *self.read_tokens(index), aux, last, argmax)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states.
@@ -165,6 +168,23 @@ class StoreReader:
         tensors = load_file(self.folder / TARGET_HEAD_FILE)
         return {"lm_head.weight": tensors["embed_tokens.weight"], **tensors}
 
+    def check_argmax(self, index: int, argmax: torch.Tensor | None) -> None:
+        """Refuses greedy tokens of sample `index` that are outside the vocabulary, which would fail far from here.
+
+        Args:
+            argmax: [n] of a type that has a least and a greatest, or None.
+
+        Raises:
+            ProblemsError: kind `store.ids_out_of_range`.
+        """
+        if (
+            argmax is not None
+            and len(argmax)
+            and not 0 <= int(argmax.min()) <= int(argmax.max()) < self.contract.vocab_size
+        ):
+            message = f"has token ids outside 0 to {self.contract.vocab_size - 1} in its target_argmax: it is damaged"
+            raise problem_error(self.where(index), "store.ids_out_of_range", message, self._mend)
+
     def _check_tokens(self, index: int, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> None:
         """An id outside the vocabulary would fail far from here, on a GPU without saying where; a wrong mask would pair
         tokens with last hidden states of others.
@@ -181,4 +201,4 @@ class StoreReader:
     def _rows(self, index: int, name: str) -> torch.Tensor:
         place = self._places[index]
         with naming(self.samples[index].id):
-            return self._open(place.file).rows(name, place.last if name.startswith("last") else place.rows)
+            return self._open(place.file).rows(name, place.last if goes_with_last(name) else place.rows)

@@ -32,6 +32,10 @@ from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.dataset import RING_FILE
 
 _OTHER_SETTINGS_FIX = "use its settings, or another output"
+_OLD_STORE_FIX = (
+    "if it is whole, make a new store of it: `eagle3 extract --from` takes over what it holds; else go on with the "
+    "eagle3 that began it, or extract into another folder"
+)
 
 
 def begin_manifest(
@@ -85,11 +89,13 @@ def check_resume(folder: Path, layout: StoreLayout, settings: Mapping[str, Any])
     return manifest
 
 
-def layout_differences(begun: StoreLayout, mine: StoreLayout, where: str) -> list[Problem]:
+def layout_differences(
+    begun: StoreLayout, mine: StoreLayout, where: str, old_fix: str = _OLD_STORE_FIX
+) -> list[Problem]:
+    """What bars a run from going on with what was `begun`; `old_fix`: what to do about an older version."""
     if begun.version != mine.version:
         message = f"was begun in format version {begun.version}, this eagle3 writes version {mine.version}"
-        fix = "make a new store of it: `eagle3 extract --from` takes over what it holds"
-        return [Problem(where, "store.other_version", message, fix)]
+        return [Problem(where, "store.other_version", message, old_fix)]
     if begun.last_rows == mine.last_rows:
         return []
     message = f"{LAST_ROWS}: it was begun with {begun.last_rows!r}, this run has {mine.last_rows!r}"

@@ -178,7 +178,7 @@ def parse_manifest(value: object, where: str) -> Manifest:
         raise problem_error(where, "store.format", message, "give the folder that `eagle3 extract` wrote")
     version = value.get("format_version")
     if not is_int(version) or version not in VERSIONS:
-        message = f"has format version {version!r}, this reader knows {' and '.join(map(str, VERSIONS))}"
+        message = f"has format version {version!r}, this reader knows {', '.join(map(str, VERSIONS))}"
         raise problem_error(where, "store.format_version", message, "use the eagle3 that wrote it, or extract again")
     fields = _MANIFEST_FIELDS if version == 1 else {**_MANIFEST_FIELDS, LAST_ROWS: str, SEAL: str}
     problems = _check_fields(value, "", fields, where)

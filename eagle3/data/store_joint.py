@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 
 import torch
 
+from eagle3.data.argmax_check import refuse_mixed_up
 from eagle3.data.store_folder import (
     begin_manifest,
     check_head,
@@ -36,6 +37,7 @@ from eagle3.data.store_format import (
     save_manifest,
 )
 from eagle3.data.store_layout import LastRows, StoreLayout
+from eagle3.data.target_argmax import make_target_head
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import explained_os_errors
 from eagle3.wiring.contract import WiringContract
@@ -77,8 +79,9 @@ class JointStore:
         """Shards of an earlier run that were found damaged and dropped."""
         self._number = self.folder / process_lock_file(index)
         self._held: list[IO[str]] = []
-        layout = StoreLayout(contract, last_rows)
+        self._layout = layout = StoreLayout(contract, last_rows)
         raise_problems(check_head(target_head, contract))
+        self._head = make_target_head(target_head, target_config, contract.last_hidden_states)
         with explained_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with explained_os_errors(self.folder), self._committing():
@@ -103,8 +106,10 @@ class JointStore:
         """Lists these shards, which have their final names, and sets the fingerprint if one is given.
 
         Raises:
-            ProblemsError: another process listed a shard of that name or a sample of them; the disk is full.
+            ProblemsError: another process listed a shard of that name or a sample of them; greedy tokens are not those
+                of the last hidden states; the disk is full.
         """
+        refuse_mixed_up(self.folder, shards, self._layout, self._head)
         with self._committing():
             manifest = self.manifest()
             raise_problems(_repeats(manifest, shards, self.folder))

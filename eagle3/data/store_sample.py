@@ -31,6 +31,9 @@ class StoredSample:
         aux_hidden_states: [T, A * H], the captured layers concatenated in ascending order, in the layout's value type
             (the contract's; bfloat16 for an fp8 store).
         last_hidden_states: [T, H], or [S, H] of the supervised tokens alone; the contract says whether they are normed.
+        target_argmax: [T] or [S], the target's greedy token at each of the last hidden states, int32 as read (any
+            integer type may be written); None in a store that has none (version 1 or 2), and before it is made, see
+            `eagle3.data.target_argmax`.
     """
 
     id: str
@@ -38,6 +41,7 @@ class StoredSample:
     loss_mask: torch.Tensor
     aux_hidden_states: torch.Tensor
     last_hidden_states: torch.Tensor
+    target_argmax: torch.Tensor | None = None
 
     @property
     def info(self) -> SampleInfo:
@@ -46,8 +50,15 @@ class StoredSample:
     @property
     def supervised_last(self) -> torch.Tensor:
         """[S, H], the last hidden states of the supervised tokens."""
-        last = self.last_hidden_states
-        return last[self.loss_mask] if len(last) == len(self.loss_mask) else last
+        return self._supervised(self.last_hidden_states)
+
+    @property
+    def supervised_argmax(self) -> torch.Tensor | None:
+        """[S], the target's greedy tokens at the supervised tokens, where they are known."""
+        return None if self.target_argmax is None else self._supervised(self.target_argmax)
+
+    def _supervised(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self.loss_mask] if len(rows) == len(self.loss_mask) else rows
 
 
 def shard_content(
@@ -65,6 +76,10 @@ def _stored(sample: StoredSample, layout: StoreLayout) -> dict[str, torch.Tensor
     aux = sample.aux_hidden_states
     last = sample.last_hidden_states if layout.last_rows == "all" else sample.supervised_last
     tokens = {"input_ids": sample.input_ids.to(layout.ids_dtype), "loss_mask": sample.loss_mask.to(torch.uint8)}
+    if layout.has_argmax:
+        argmax = sample.target_argmax if layout.last_rows == "all" else sample.supervised_argmax
+        assert argmax is not None, "sample_faults lets no such sample pass"
+        tokens["target_argmax"] = argmax.to(layout.ids_dtype)
     if not layout.scaled:
         return {**tokens, "aux_hidden_states": aux, "last_hidden_states": last}
     values, scales = quantize(aux.unflatten(1, (-1, layout.contract.hidden_size)))
@@ -130,6 +145,9 @@ def sample_faults(sample: StoredSample, layout: StoreLayout) -> list[tuple[str, 
             faults.append(("non_finite", f"has NaN or infinity in its {name}"))
         elif layout.scaled and name != "loss_mask" and not can_hold(tensor, layout.dtype):
             faults.append(("non_finite", f"has values in its {name} that are too large for {contract.dtype}"))
+    if layout.has_argmax:
+        rows = [tokens] if layout.last_rows == "all" else [int(sample.loss_mask.sum()), tokens]
+        faults += argmax_faults(sample.target_argmax, rows, contract)
     return faults
 
 
@@ -138,9 +156,30 @@ def token_faults(sample_id: str, ids: torch.Tensor, contract: WiringContract) ->
     faults = []
     if not sample_id:
         faults.append(("sample_id", "its id is empty"))
-    if ids.ndim != 1 or not len(ids) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+    if ids.ndim != 1 or not len(ids) or not _are_integers(ids):
         faults.append(("sample_shape", f"input_ids are {ids.dtype} {list(ids.shape)}, expected integers [tokens]"))
-    elif ids.min() < 0 or ids.max() >= contract.vocab_size:
-        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
-        faults.append(("ids_out_of_range", message))
-    return faults
+    return faults or range_faults(ids, contract.vocab_size)
+
+
+def argmax_faults(argmax: torch.Tensor | None, rows: Sequence[int], contract: WiringContract) -> list[tuple[str, str]]:
+    """(kind, message) of what is wrong with the target's greedy tokens, of which there may be so many or so many."""
+    if argmax is None or argmax.ndim != 1 or len(argmax) not in rows or not _are_integers(argmax):
+        found = "absent" if argmax is None else f"{argmax.dtype} {list(argmax.shape)}"
+        expected = " or ".join(f"[{count}]" for count in dict.fromkeys(rows))
+        return [("sample_shape", f"target_argmax is {found}, expected integers {expected}")]
+    return range_faults(argmax.long(), contract.vocab_size, "target_argmax")
+
+
+def range_faults(ids: torch.Tensor, vocab_size: int, name: str = "") -> list[tuple[str, str]]:
+    """(kind, message) where token ids, of a tensor of that name if they are not the sample's own, are none of the
+    vocabulary's.
+    """
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return []
+    place = f" in its {name}" if name else ""
+    message = f"has ids {ids.min()} to {ids.max()}{place}, the vocabulary is 0 to {vocab_size - 1}"
+    return [("ids_out_of_range", message)]
+
+
+def _are_integers(ids: torch.Tensor) -> bool:
+    return not ids.dtype.is_floating_point and not ids.dtype.is_complex and ids.dtype != torch.bool

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import torch
 
+from eagle3.data.argmax_check import argmax_problems, stored_head
 from eagle3.data.open_shard import OpenShard
 from eagle3.data.store_check import REDO, check_store, samples_said
 from eagle3.data.store_format import FileInfo, Manifest, SampleInfo, ShardInfo, load_manifest, sample_rows
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.store_sample import range_faults
 from eagle3.data.verify_record import VerifyRecord
+from eagle3.draft.loss import TargetHead
 from eagle3.draft.states import FP8, are_scales, has_nan
 from eagle3.errors import Problem, ProblemsError
 from eagle3.files import sha256_file
@@ -41,7 +44,8 @@ def verify(
 
     Args:
         folder: the store.
-        deep: also read every byte: checksums, finite states, ids inside the vocabulary, supervised counts.
+        deep: also read every byte: checksums, finite states, ids inside the vocabulary, supervised counts; and find a
+            few greedy tokens of each shard anew.
         expected: the contract that the caller needs; every difference is a problem.
         workers: files that are read at a time; default: one a core, 8 at most.
         resume: file outside the store that remembers which files were found whole; a deep verification that was
@@ -72,12 +76,13 @@ def verify_manifest(
         return problems
     broken = {problem.where for problem in problems}
     files = [file for file in (manifest.target_head, *manifest.shards) if str(folder / file.file) not in broken]
+    head = stored_head(folder, manifest) if manifest.target_head in files else None
     if resume is None:
-        return problems + _check_files(folder, manifest, files, workers, lambda file: None)
+        return problems + _check_files(folder, manifest, files, head, workers, lambda file: None)
     with VerifyRecord(resume, folder, manifest.contract) as record:
         lines = {file.file: record.line(file) for file in files}
         left = [file for file in files if lines[file.file] not in record]
-        problems += _check_files(folder, manifest, left, workers, lambda file: record.add(lines[file.file]))
+        problems += _check_files(folder, manifest, left, head, workers, lambda file: record.add(lines[file.file]))
         if not problems:
             record.remove()
     return problems
@@ -87,6 +92,7 @@ def _check_files(
     folder: Path,
     manifest: Manifest,
     files: Sequence[FileInfo],
+    head: TargetHead | None,
     workers: int | None,
     whole: Callable[[FileInfo], None],
 ) -> list[Problem]:
@@ -95,7 +101,7 @@ def _check_files(
     pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     with progress("verify", sum(map(_tokens, files)), "tokens") as advance:
         try:
-            futures = {pool.submit(check_file, folder, file, manifest.layout): file for file in files}
+            futures = {pool.submit(check_file, folder, file, manifest.layout, head): file for file in files}
             for future in as_completed(futures):
                 file = futures[future]
                 found[file.file] = future.result()
@@ -107,11 +113,20 @@ def _check_files(
     return [problem for file in files for problem in found[file.file]]
 
 
-def check_file(folder: Path, file: FileInfo, layout: StoreLayout) -> list[Problem]:
-    """What is wrong with the bytes of a shard or of the target head, whose size and header are right."""
+def check_file(folder: Path, file: FileInfo, layout: StoreLayout, head: TargetHead | None = None) -> list[Problem]:
+    """What is wrong with the bytes of a shard or of the target head, whose size and header are right.
+
+    Args:
+        head: of the store, to look at a few greedy tokens too.
+    """
     try:
         problems = _check_sum(folder, file)
-        return problems + (_check_values(folder, file, layout) if isinstance(file, ShardInfo) else [])
+        if isinstance(file, ShardInfo):
+            wrong = _check_values(folder, file, layout)
+            if head is not None and not wrong:
+                wrong = argmax_problems(folder / file.file, file, layout, head, _REDO_DEEP)
+            problems += wrong
+        return problems
     except OSError as error:  # a disk that fails
         message = f"cannot be read: {error.strerror or error} {samples_said(file)}".rstrip()
         return [Problem(str(folder / file.file), "store.unreadable", message, _REDO_DEEP)]
@@ -133,6 +148,9 @@ def _check_values(folder: Path, shard: ShardInfo, layout: StoreLayout) -> list[P
     problems, rows, file = [], sample_rows(shard.samples, layout), OpenShard(folder / shard.file)
     for sample, (every, last) in zip(shard.samples, rows, strict=True):
         faults = [*_token_faults(file, every, sample, layout.contract), *_state_faults(file, every, last, layout)]
+        if layout.has_argmax:
+            argmax = file.rows("target_argmax", last).int()
+            faults += range_faults(argmax, layout.contract.vocab_size, "target_argmax")
         for kind, message in faults:
             text = f"sample {sample.id!r} {message}"
             problems.append(Problem(str(folder / shard.file), f"store.{kind}", text, _REDO_DEEP))
@@ -143,9 +161,7 @@ def _token_faults(
     file: OpenShard, rows: slice, sample: SampleInfo, contract: WiringContract
 ) -> Iterator[tuple[str, str]]:
     ids, mask = file.rows("input_ids", rows).int(), file.rows("loss_mask", rows)
-    if ids.min() < 0 or int(ids.max()) >= contract.vocab_size:
-        message = f"has ids {ids.min()} to {ids.max()}, the vocabulary is 0 to {contract.vocab_size - 1}"
-        yield "ids_out_of_range", message
+    yield from range_faults(ids, contract.vocab_size)
     if mask.max() > 1:
         yield "loss_mask", f"has {mask.max()} in its loss mask, expected 0 or 1"
     elif mask.sum() != sample.supervised:

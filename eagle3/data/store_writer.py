@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from eagle3.data.argmax_check import refuse_mixed_up
 from eagle3.data.store_fingerprint import OtherStates, make_fingerprint
 from eagle3.data.store_folder import (
     begin_manifest,
@@ -22,6 +23,7 @@ from eagle3.data.store_folder import (
 from eagle3.data.store_format import LOCK_FILE, MANIFEST_FILE, ShardInfo, save_manifest, shard_files, shard_name
 from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.data.store_sample import StoredSample, sample_problems, shard_content
+from eagle3.data.target_argmax import make_target_head
 from eagle3.data.tensor_file import write_tensor_file_atomic
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import explained_os_errors
@@ -66,6 +68,7 @@ class StoreWriter:
         self.redone: list[Problem] = []
         """Shards of an earlier run that were found damaged and dropped, to be extracted again."""
         raise_problems(check_head(target_head, contract))
+        self._head = make_target_head(target_head, target_config, contract.last_hidden_states)
         with explained_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (held until close)
@@ -91,8 +94,8 @@ class StoreWriter:
         """Writes these samples, at least one, as one shard and lists it in the manifest.
 
         Raises:
-            ProblemsError: samples are mis-shaped, not finite or already there (all are named); the disk is full.
-                Nothing of the shard is left then.
+            ProblemsError: samples are mis-shaped, not finite or already there (all are named); greedy tokens are not
+                those of the last hidden states; the disk is full. Nothing of the shard is left then.
         """
         assert samples
         raise_problems(self._check_samples(samples))
@@ -104,6 +107,7 @@ class StoreWriter:
         shard = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))
         shards = sorted((*self._manifest.shards, shard), key=lambda item: item.file)
         before = self._manifest
+        refuse_mixed_up(self.folder, [shard], before.layout, self._head)
         self._manifest = replace(before, shards=tuple(shards), fingerprint=fingerprint)
         try:
             self._save_manifest()

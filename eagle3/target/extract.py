@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
 from eagle3.data.store import StoredSample
-from eagle3.draft.loss import TargetHead
+from eagle3.data.target_argmax import make_target_head, with_argmax
 from eagle3.errors import raise_problems
 from eagle3.target.capture import CaptureEngine, batches_by_length, capture_samples, stored_sample
 from eagle3.target.engines.transformers import TransformersEngine, load_model
@@ -132,12 +132,7 @@ def _extract(plan: ExtractPlan, write: Write[Done]) -> Done:
     model = load_model(plan.files, cfg.target)
     engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)
     tensors = spec.head_tensors(model)
-    head = TargetHead(
-        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
-        norm_weight=tensors["norm.weight"],
-        eps=plan.files.text_config["rms_norm_eps"],
-        kind=cfg.last_hidden_states,
-    )
+    head = make_target_head(tensors, plan.files.text_config, cfg.last_hidden_states)
     ids = [sample.id for sample in plan.samples]
     self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.layout.value_dtype)
     head_tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -146,7 +141,8 @@ def _extract(plan: ExtractPlan, write: Write[Done]) -> Done:
         """Which samples share a forward pass depends on the set and the limits alone."""
         lengths = [len(plan.samples[index].input_ids) for index in missing]
         for batch in batches_by_length(lengths, cfg.batch_tokens):
-            yield from _capture(plan, engine, [missing[place] for place in batch])
+            for index, sample in _capture(plan, engine, [missing[place] for place in batch]):
+                yield index, with_argmax(sample, plan.layout, head)
 
     return write(plan, head_tensors, captured, engine.neighbours)
 

@@ -23,7 +23,7 @@ from eagle3.target.import_plan import (
     make_import_plan,
 )
 from eagle3.target.import_probe import Probed, probe_dump
-from eagle3.target.write import open_store, write_missing
+from eagle3.target.write import completing, open_store, write_missing
 from eagle3.wiring.layers import describe_layers
 
 _PROBED = "probed"
@@ -94,8 +94,9 @@ def _probed_before(begun: Manifest) -> Probed | None:
 def _write(plan: ImportPlan, probed: Probed) -> int:
     recorded = {"right": probed.right, "said": probed.said}
     told = {_PROBED: recorded, "left_out": dict(plan.scan.left_out), "dump": str(plan.dump.folder.resolve())}
-    with open_store(plan, read_head_tensors(plan.files, plan.cfg.target), probed.other_states, told) as writer:
-        return write_missing(plan, writer, lambda missing: _read(plan, missing), "import")
+    tensors = read_head_tensors(plan.files, plan.cfg.target)
+    with open_store(plan, tensors, probed.other_states, told) as writer:
+        return write_missing(plan, writer, lambda missing: _read(plan, missing), completing(plan, tensors), "import")
 
 
 def _read(plan: ImportPlan, missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:

@@ -20,7 +20,7 @@ from eagle3.target.plan import ExtractPlan
 from eagle3.target.reuse import copier
 from eagle3.target.shares import Process
 from eagle3.target.stream_plan import begun_manifest
-from eagle3.target.write import collect, origin
+from eagle3.target.write import collect, completing, origin
 
 _Shards = Sequence[tuple[int, Sequence[int]]]
 """Number and samples of each."""
@@ -38,6 +38,7 @@ def copy_jointly(plan: ExtractPlan, reader: StoreReader, process: Process) -> tu
     cfg, make = plan.cfg, copier(plan, reader)
     shards = list(enumerate(shards_by_size(plan.sizes, cfg.shard_max_bytes, cfg.shard_max_samples)))
     head = load_file(reader.folder / TARGET_HEAD_FILE)
+    complete = completing(plan, head)
     with JointStore(
         plan.folder,
         plan.contract,
@@ -53,7 +54,7 @@ def copy_jointly(plan: ExtractPlan, reader: StoreReader, process: Process) -> tu
         tokens = sum(plan.sample_tokens[index][1] for _, indices in missing for index in indices)
         with progress(f"copy ({process.index} of {process.count})", tokens, "tokens") as advance:
             for number, indices in missing:
-                samples = collect(make, indices, advance)
+                samples = collect(make, indices, advance, complete)
                 path = plan.folder / shard_name(number)
                 checksum = write_tensor_file_atomic(path, *shard_content(samples, plan.layout))
                 entry = ShardInfo(path.name, path.stat().st_size, checksum, tuple(sample.info for sample in samples))

@@ -194,7 +194,7 @@ def _streamed_states(
     """The same, reading the layers one at a time."""
     skeleton = Skeleton(files, getattr(torch, config.dtype), max(wiring.boundaries))
     section = StreamSection(chunk_tokens=sum(map(len, batch)))
-    memory = plan_memory(skeleton, section, max(map(len, batch)), pick_device(config.device), Path())
+    memory = plan_memory(skeleton, section, max(map(len, batch)), pick_device(config.device), Path(), greedy=False)
     kind: Literal["post_norm"] | None = "post_norm" if last else None
     engine = StreamedEngine(files, config, wiring, kind, memory.sizes, section.read_threads, skeleton=skeleton)
     with closing(engine) as streamed:

@@ -31,7 +31,7 @@ from eagle3.progress import progress
 from eagle3.target.capture import shards_by_size
 from eagle3.target.plan import ExtractPlan, room_estimate
 from eagle3.target.shares import cut_chunks, this_process
-from eagle3.target.write import Make, collect, origin
+from eagle3.target.write import Make, collect, completing, origin
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,11 @@ def write_ring(
         open_ring(plan, plan_ring(plan), target_head, told) as writer,
         progress(label, writer.tokens_left(), "tokens") as advance,
     ):
+        complete = completing(plan, target_head)
         while numbers := writer.next_unit():
             for number in numbers:
                 places = writer.ring.shards[number].samples
-                writer.write_shard(number, collect(make, places, advance), other_states)
+                writer.write_shard(number, collect(make, places, advance, complete), other_states)
     return ring_report(plan, writer)
 
 

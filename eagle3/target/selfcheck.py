@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from eagle3.data.target_argmax import make_target_head
 from eagle3.draft.loss import TargetHead
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.engines.streamed import StreamedEngine
@@ -107,12 +108,7 @@ def _check_head(engine: StreamedEngine, states: torch.Tensor, store_dtype: torch
     """Logits by the recorded recipe against the model's own norm and head, for a few pre-norm states [n, H]."""
     tensors, kind = engine.head_tensors(), engine.last_hidden_states
     assert kind is not None
-    head = TargetHead(
-        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
-        norm_weight=tensors["norm.weight"],
-        eps=engine.skeleton.files.text_config["rms_norm_eps"],
-        kind=kind,
-    )
+    head = make_target_head(tensors, engine.skeleton.files.text_config, kind)
     last = engine.layer_walk.normed(states) if kind == "post_norm" else states
     rebuilt = head.logits(last.cpu().to(store_dtype))
     norm = engine.skeleton.norm

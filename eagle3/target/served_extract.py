@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from eagle3.data.store import StoredSample
-from eagle3.draft.loss import TargetHead
+from eagle3.data.target_argmax import make_target_head
 from eagle3.errors import problem_error
 from eagle3.target.capture import stored_sample
 from eagle3.target.engine_choice import choose_engine
@@ -38,12 +38,7 @@ def extract_served(plan: ExtractPlan, write: Write[Done]) -> Done:
         message = "a server returns post-norm last hidden states only"
         raise problem_error("last_hidden_states", "server.pre_norm", message, "set last_hidden_states=post_norm")
     tensors = read_head_tensors(files, cfg.target)
-    head = TargetHead(
-        lm_head=tensors.get("lm_head.weight", tensors["embed_tokens.weight"]),
-        norm_weight=tensors["norm.weight"],
-        eps=files.text_config["rms_norm_eps"],
-        kind="post_norm",
-    )
+    head = make_target_head(tensors, files.text_config, "post_norm")
     with ExitStack() as stack:
         engine, served = _connect(plan, stack)
         local = _local_target(plan)

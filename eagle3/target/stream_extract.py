@@ -141,7 +141,7 @@ def _walk_share(stream: StreamPlan, engine: StreamedEngine, store: JointStore) -
             batch = [stream.plan.samples[index].input_ids for index in chunk.samples]
             with (
                 walked(stream, chunk, shards) as (parts, rows),
-                ShardSink(parts, stream.plan.layout, stage, rows, most_waiting) as sink,
+                ShardSink(parts, stream.plan.layout, stage, engine.target_head, rows, most_waiting) as sink,
                 explained_memory(),
             ):
                 engine.walk(batch, sink, whole_steps(advance, sink.check, listing.check))

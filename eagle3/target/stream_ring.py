@@ -65,7 +65,7 @@ def _walk_unit(
     batch = [plan.samples[index].input_ids for index in chunk.samples]
     with (
         walked(stream, chunk, wanted) as (parts, rows),
-        ShardSink(parts, plan.layout, stager(engine.device), rows, blocks_waiting()) as sink,
+        ShardSink(parts, plan.layout, stager(engine.device), engine.target_head, rows, blocks_waiting()) as sink,
         explained_memory(),
     ):
         engine.walk(batch, sink, whole_steps(advance, sink.check))

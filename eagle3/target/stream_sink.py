@@ -21,7 +21,9 @@ import torch
 from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store_fingerprint import FingerprintPlace, as_rows, neighbours
 from eagle3.data.store_layout import StoreLayout
+from eagle3.draft.loss import TargetHead
 from eagle3.draft.states import quantize, rounded
+from eagle3.target.stream_argmax import ArgmaxRows
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -96,6 +98,7 @@ class ShardSink:
         stage: how rows come to the CPU, see `stager`.
         fingerprint: what picks the store's fingerprint, if this chunk makes it.
         most_waiting: blocks of 64 MiB that may wait for the disk.
+        head: puts the target's head on the walk's device, see `ArgmaxRows`.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class ShardSink:
         parts: Sequence[Part],
         layout: StoreLayout,
         stage: Stage,
+        head: Callable[[], TargetHead],
         fingerprint: FingerprintRows | None = None,
         most_waiting: int = 2,
     ) -> None:
@@ -114,6 +118,7 @@ class ShardSink:
         self._stage = stage
         self._most_waiting = most_waiting
         self._fingerprint = fingerprint
+        self._argmax = ArgmaxRows([(part.begin, part.file) for part in parts], head, layout.value_dtype)
         if fingerprint is not None:
             self.keys |= fingerprint.keys
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="states")
@@ -129,6 +134,8 @@ class ShardSink:
         """
         if self._fingerprint is not None:
             self._fingerprint.take(key, begin, states)
+        if key == "last":
+            self._argmax.take(begin, states)
         if key in self._stored:
             for rows in states.split(self._block_rows):
                 self._send(key, begin, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,15 +15,21 @@ from eagle3.config import ExtractConfig, ImportConfig
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_fingerprint import OtherStates
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.target_argmax import make_target_head, with_argmax
+from eagle3.draft.loss import TargetHead
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
 from eagle3.target.plan import ExtractPlan
-from eagle3.target.resolve import TargetFiles
+from eagle3.target.resolve import TargetFiles, pick_device
+from eagle3.target.shares import local_device
+from eagle3.target.streaming.memory import explained_memory
 from eagle3.wiring.contract import WiringContract
 
 Make = Callable[[Sequence[int]], Iterable[tuple[int, StoredSample]]]
 """Samples (by their numbers in the plan) -> each with its number, in any order."""
+Complete = Callable[[StoredSample], StoredSample]
+"""See `completing`."""
 
 
 class StorePlan(Protocol):
@@ -88,7 +95,7 @@ def write_store(
 ) -> int:
     """A `Write` into a store; how many samples were added."""
     with open_store(plan, target_head, other_states, told) as writer:
-        return write_missing(plan, writer, make, label)
+        return write_missing(plan, writer, make, completing(plan, target_head), label)
 
 
 @contextmanager
@@ -125,16 +132,39 @@ def origin(cfg: ExtractConfig | ImportConfig, told: Mapping[str, Any] | None = N
     return {**provenance(), "config": cfg.model_dump(mode="json"), **(told or {})}
 
 
-def collect(make: Make, numbers: Sequence[int], advance: Callable[[int], None]) -> list[StoredSample]:
-    """Makes these samples; in their order. `advance` is told the tokens of each as it comes."""
+def completing(plan: StorePlan, target_head: Mapping[str, torch.Tensor]) -> Complete:
+    """Gives a sample that has no greedy tokens those of its states, on `target.device`, where the head is put for the
+    first one that needs it; always there, since another device might round otherwise."""
+
+    @cache
+    def head() -> TargetHead:
+        device = pick_device(local_device(plan.cfg.target.device))
+        names = ["lm_head.weight" if "lm_head.weight" in target_head else "embed_tokens.weight", "norm.weight"]
+        with explained_memory():
+            moved = {name: target_head[name].to(device) for name in names}
+        return make_target_head(moved, plan.files.text_config, plan.contract.last_hidden_states)
+
+    def complete(sample: StoredSample) -> StoredSample:
+        if not plan.layout.has_argmax or sample.target_argmax is not None:
+            return sample
+        with explained_memory():
+            return with_argmax(sample, plan.layout, head())
+
+    return complete
+
+
+def collect(
+    make: Make, numbers: Sequence[int], advance: Callable[[int], None], complete: Complete
+) -> list[StoredSample]:
+    """Makes and completes these samples; in their order. `advance` is told the tokens of each as it comes."""
     made: dict[int, StoredSample] = {}
     for number, sample in make(numbers):
-        made[number] = sample
+        made[number] = complete(sample)
         advance(len(sample.input_ids))
     return [made[number] for number in numbers]
 
 
-def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, label: str = "extract") -> int:
+def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, complete: Complete, label: str = "extract") -> int:
     """Makes and writes, a shard at a time, the samples that the store lacks; returns how many.
 
     Which samples share a shard depends on the whole set and the limits alone: a killed run leaves whole shards, and the
@@ -146,5 +176,5 @@ def write_missing(plan: StorePlan, writer: StoreWriter, make: Make, label: str =
     tokens = sum(samples[index][1] for shard in work for index in shard)
     with progress(label, tokens, "tokens") as advance:
         for missing in filter(None, work):
-            writer.write_shard(collect(make, missing, advance))
+            writer.write_shard(collect(make, missing, advance, complete))
     return sum(map(len, work))

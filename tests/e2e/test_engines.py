@@ -34,6 +34,7 @@ def assert_equal(one: StoreReader, other: StoreReader, allowed: float) -> None:
         assert mine.input_ids.equal(theirs.input_ids) and mine.loss_mask.equal(theirs.loss_mask)
         assert relative(mine.aux_hidden_states.float(), theirs.aux_hidden_states.float()) <= allowed
         assert relative(mine.last_hidden_states.float(), theirs.last_hidden_states.float()) <= allowed
+        assert mine.target_argmax is not None and mine.target_argmax.equal(theirs.target_argmax)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def assert_right_or_refused(folder: Path) -> str:
         assert torch.equal(read.input_ids, right.input_ids.int()) and torch.equal(read.loss_mask, right.loss_mask)
         assert torch.equal(read.aux_hidden_states, right.aux_hidden_states)
         assert torch.equal(read.last_hidden_states, right.supervised_last)
+        assert read.target_argmax is not None and torch.equal(read.target_argmax, right.supervised_argmax.int())
     return "opened"
 
 

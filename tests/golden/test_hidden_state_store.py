@@ -1,5 +1,5 @@
-"""Pins the hidden-state store byte for byte: the folders here were written once. Those of version 2 are read and
-rewritten, that of version 1 is read.
+"""Pins the hidden-state store byte for byte: the folders here were written once. Those of version 3 are read and
+rewritten, those of versions 1 and 2 are read.
 
 A failure means that the format changed: that needs a new format version, not a new golden.
 """
@@ -19,11 +19,15 @@ from eagle3.wiring.contract import WiringContract
 
 FOLDER = Path(__file__).parent
 V1 = FOLDER / "hidden_state_store_v1"
-STORES = {"hidden_state_store_v2": "bfloat16", "hidden_state_store_v2_fp8": "float8_e4m3fn"}
+V2 = FOLDER / "hidden_state_store_v2"
+OLD = {V1.name: 1, V2.name: 2, "hidden_state_store_v2_fp8": 2}
+STORES = {"hidden_state_store_v3": "bfloat16", "hidden_state_store_v3_fp8": "float8_e4m3fn"}
 DIGESTS = {
     "hidden_state_store_v1": ["c07ac2fe835f4a46", "9919a01936ce7f7b", "767e0a3179236394", "d5f555f6413c4f5a"],
     "hidden_state_store_v2": ["358922e52cfcd2c9", "6bbb43b827df2e5b", "b261de82c52b87d8", "d5f555f6413c4f5a"],
     "hidden_state_store_v2_fp8": ["adbbb61d78f7dbaa", "e8a0b287c5328135", "7bc19ec775ec74e0", "d5f555f6413c4f5a"],
+    "hidden_state_store_v3": ["2e87755afefd8427", "fcecb9cb09db2b4d", "faa560b0ae1fcd75", "d5f555f6413c4f5a"],
+    "hidden_state_store_v3_fp8": ["e48240ac314e2032", "048ffc8685f608bc", "1067ae1c188a81b2", "d5f555f6413c4f5a"],
 }
 FILES = ("manifest.json", "shard-00000.safetensors", "shard-00001.safetensors", "target_head.safetensors")
 
@@ -38,6 +42,7 @@ def samples() -> list[StoredSample]:
             torch.tensor([False, True, True]),
             aux.bfloat16(),
             last.bfloat16(),
+            torch.tensor([0, 4, 0]),
         ),
         StoredSample(
             "zweites-Gespräch",
@@ -45,6 +50,7 @@ def samples() -> list[StoredSample]:
             torch.tensor([False]),
             aux[1:2].bfloat16(),
             last[1:2].bfloat16(),
+            torch.tensor([4]),
         ),
         StoredSample(
             "third",
@@ -52,6 +58,7 @@ def samples() -> list[StoredSample]:
             torch.tensor([True, True]),
             aux[1:].bfloat16(),
             last[:2].bfloat16(),
+            torch.tensor([0, 4]),
         ),
     ]
 
@@ -96,10 +103,10 @@ def test_writing_gives_the_golden_bytes_and_no_other_files(tmp_path: Path, name:
 
 
 def test_the_golden_bytes_are_those_that_were_written_once() -> None:
-    assert {name: [sha256_file(FOLDER / name / file)[7:23] for file in FILES] for name in (V1.name, *STORES)} == DIGESTS
+    assert {name: [sha256_file(FOLDER / name / file)[7:23] for file in FILES] for name in (*OLD, *STORES)} == DIGESTS
 
 
-@pytest.mark.parametrize("name", [V1.name, *STORES])
+@pytest.mark.parametrize("name", [*OLD, *STORES])
 def test_the_golden_store_reads_as_it_was_written(name: str) -> None:
     """The states are such that eight bits hold them."""
     assert verify(FOLDER / name, deep=True) == []
@@ -116,22 +123,32 @@ def test_the_golden_store_reads_as_it_was_written(name: str) -> None:
         assert torch.equal(read.aux_hidden_states, sample.aux_hidden_states)
         whole = name == V1.name
         assert torch.equal(read.last_hidden_states, sample.last_hidden_states if whole else sample.supervised_last)
-    assert (reader.layout.version, reader.layout.last_rows) == ((1, "all") if whole else (2, "supervised"))
+        found = None if read.target_argmax is None else read.target_argmax.tolist()
+        assert sample.supervised_argmax is not None
+        assert found == (None if name in OLD else sample.supervised_argmax.tolist())
+    assert (reader.layout.version, reader.layout.last_rows) == (OLD.get(name, 3), "all" if whole else "supervised")
 
 
-def test_a_store_of_version_1_is_not_gone_on_with(tmp_path: Path) -> None:
-    shutil.copytree(V1, tmp_path / "store")
-    with pytest.raises(ProblemsError, match="begun in format version 1, this eagle3 writes version 2") as error:
+@pytest.mark.parametrize("name", [V1.name, V2.name])
+def test_a_store_of_an_older_version_is_not_gone_on_with(tmp_path: Path, name: str) -> None:
+    shutil.copytree(FOLDER / name, tmp_path / "store")
+    said = f"begun in format version {OLD[name]}, this eagle3 writes version 3"
+    with pytest.raises(ProblemsError, match=said) as error:
         write(tmp_path / "store", "bfloat16")
     assert [problem.kind for problem in error.value.problems] == ["store.other_version"]
     assert verify(tmp_path / "store", deep=True) == []
 
 
-def test_stores_of_version_1_are_merged_and_split_as_such(tmp_path: Path) -> None:
-    first, second = (report.folder for report in split_parts(V1, tmp_path / "parts", 2))
+@pytest.mark.parametrize("name", [*OLD, *STORES])
+def test_stores_are_merged_and_split_as_they_are(tmp_path: Path, name: str) -> None:
+    first, second = (report.folder for report in split_parts(FOLDER / name, tmp_path / "parts", 2))
     whole = merge(tmp_path / "whole", [first, second], allow_different_data=True).folder
     for folder in (first, second, whole):
-        assert verify(folder, deep=True) == [] and StoreReader(folder).layout.version == 1
-    with pytest.raises(ProblemsError, match="of format version 2") as error:
-        merge(tmp_path / "mixed", [V1, FOLDER / "hidden_state_store_v2"], allow_different_data=True)
+        assert verify(folder, deep=True) == [] and StoreReader(folder).layout.version == OLD.get(name, 3)
+
+
+@pytest.mark.parametrize("name", [V1.name, V2.name])
+def test_stores_of_several_versions_are_not_merged(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProblemsError, match="of format version 3") as error:
+        merge(tmp_path / "mixed", [FOLDER / name, FOLDER / "hidden_state_store_v3"], allow_different_data=True)
     assert "merge.version" in [problem.kind for problem in error.value.problems]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,23 @@ from eagle3.data.chat import TokenSample
 from eagle3.data.loader import BatchPlan, collate, load_windows
 from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store import StoreReader
+from eagle3.draft.loss import TargetHead
 from eagle3.target.stream_sink import Part, ShardSink, stager
-from tests.unit.data.cases import HIDDEN, contract, layout, sample, writer
+from tests.unit.data.cases import HIDDEN, VOCAB, contract, layout, sample, writer
 
 pytestmark = pytest.mark.gpu
 
 
+def head_on(device: str) -> TargetHead:
+    """One to which all tokens are equal."""
+    weights = torch.zeros(VOCAB, HIDDEN, device=device), torch.ones(HIDDEN, device=device)
+    return TargetHead(*weights, eps=1e-6, kind="post_norm")
+
+
 class Rows:
     """A shard in memory, written slowly."""
+
+    samples = ()
 
     def __init__(self, rows: int) -> None:
         self.states = torch.full((rows, HIDDEN), float("nan"))
@@ -36,7 +46,8 @@ def test_pieces_arrive_as_they_were_though_their_memory_is_used_again_at_once() 
     sizes = [70_000, 1, 130_000, 40_000] * 8
     shard = Rows(sum(sizes))
     matrix = torch.randn(4096, 4096, device="cuda")
-    with ShardSink([Part(0, sum(sizes), shard)], layout("all", dtype="float32"), stager(matrix.device)) as sink:  # type: ignore[arg-type]
+    of = layout("all", dtype="float32")
+    with ShardSink([Part(0, sum(sizes), shard)], of, stager(matrix.device), lambda: head_on("cuda")) as sink:  # type: ignore[arg-type]
         begin = 0
         piece = torch.empty(max(sizes), HIDDEN, device="cuda")
         for size in sizes:
@@ -62,7 +73,7 @@ def test_fp8_states_of_the_gpu_are_byte_for_byte_those_of_the_cpu(tmp_path: Path
     for device in ("cuda", "cpu"):
         (tmp_path / device).mkdir()
         file = ShardFile(tmp_path / device / "shard-00000.safetensors", samples, of)
-        with ShardSink([Part(0, 4000, file)], of, stager(torch.device(device))) as sink:
+        with ShardSink([Part(0, 4000, file)], of, stager(torch.device(device)), partial(head_on, device)) as sink:
             for key in (*of.contract.output_indices, "last"):
                 sink.put(key, 0, states.to(device))  # type: ignore[arg-type]
         file.close()

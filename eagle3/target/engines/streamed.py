@@ -10,6 +10,7 @@ Legend: T tokens, A aux layers, H target hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,8 @@ from typing import Literal
 import torch
 
 from eagle3.config import TargetConfig
+from eagle3.data.target_argmax import make_target_head
+from eagle3.draft.loss import TargetHead
 from eagle3.target.resolve import TargetFiles, pick_device
 from eagle3.target.streaming.skeleton import Skeleton
 from eagle3.target.streaming.walk import LAST, LayerWalk, StateKey, StateSink, StreamSizes, WalkTimes
@@ -87,6 +90,15 @@ class StreamedEngine:
     def head_tensors(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H] and, unless tied, `lm_head.weight` [V, H], on the CPU."""
         return self._head_tensors
+
+    def target_head(self) -> TargetHead:
+        """What turns "last", which must be wanted, into logits, on the walk's device; a copy of its own where the
+        target does not tie it to its embedding. `streaming.memory` plans for it, and for `greedy_tokens` with it."""
+        assert self.last_hidden_states is not None
+        tensors = {**self.head_tensors(), "embed_tokens.weight": self.skeleton.embedding.weight}
+        head = make_target_head(tensors, self.skeleton.files.text_config, self.last_hidden_states)
+        weights = head.lm_head.to(self.device), head.norm_weight.to(self.device)
+        return replace(head, lm_head=weights[0], norm_weight=weights[1])
 
     @cached_property
     def _head_tensors(self) -> dict[str, torch.Tensor]:

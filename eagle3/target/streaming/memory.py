@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from eagle3.config import StreamSection
+from eagle3.data.target_argmax import BLOCK_ROWS
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import existing_folder, size_text
 from eagle3.target.streaming.checkpoint import Recipe, decoded_bytes
@@ -67,7 +68,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device, scratch: Path
+    skeleton: Skeleton, cfg: StreamSection, longest: int, device: torch.device, scratch: Path, greedy: bool = True
 ) -> MemoryPlan:
     """Chooses what the config leaves open: the largest micro-batch that fits, then where the residual stream lies
     (the device, else host memory, else a scratch file), then groups of experts.
@@ -78,6 +79,7 @@ def plan_memory(
         longest: tokens of the longest sample, which goes through a layer whole.
         device: that computes.
         scratch: folder of the scratch file.
+        greedy: the target's greedy tokens are found at the end, which takes its head.
 
     Raises:
         ProblemsError: kind `stream.memory` (device or host) or `stream.disk`, with what it would need.
@@ -85,7 +87,7 @@ def plan_memory(
     limit = _device_limit(cfg, device)
     problems: list[Problem] = []
     for sizes in _candidates(skeleton, cfg, device):
-        plan = _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), limit, device)
+        plan = _needs(skeleton, cfg, sizes, max(sizes.micro_tokens, longest), limit, device, greedy)
         problems = [*_device_problems(plan), *_host_problems(plan, scratch)]
         if not problems:
             return plan
@@ -127,7 +129,13 @@ def _candidates(skeleton: Skeleton, cfg: StreamSection, device: torch.device) ->
 
 
 def _needs(
-    skeleton: Skeleton, cfg: StreamSection, sizes: StreamSizes, micro: int, limit: int, device: torch.device
+    skeleton: Skeleton,
+    cfg: StreamSection,
+    sizes: StreamSizes,
+    micro: int,
+    limit: int,
+    device: torch.device,
+    greedy: bool,
 ) -> MemoryPlan:
     width = skeleton.files.facts.hidden_size * skeleton.dtype.itemsize
     outer = [part for part in (skeleton.embedding, skeleton.norm) if part is not None]
@@ -136,6 +144,7 @@ def _needs(
     live = max(_live(skeleton, layer, sizes.expert_group) for layer in skeleton.layers)
     fixed = sum(decoded_bytes(skeleton.recipes(part)) for part in outer)
     busy = micro * max(_token_bytes(skeleton, layer) for layer in skeleton.layers)
+    busy = max(busy, _greedy_bytes(skeleton, micro) if greedy else 0)
     residual = max(sizes.chunk_tokens, micro) * width
     staged = cfg.read_threads * BLOCKS_PER_THREAD * BLOCK_BYTES if device.type == "cuda" else 0
     return MemoryPlan(
@@ -179,6 +188,16 @@ def _token_bytes(skeleton: Skeleton, layer: nn.Module) -> int:
         mlp += chosen * max(hidden + 2 * inner, 3 * inner)
     # The residual, the normed states, the result and the sum of both; a sample's captured states on their way out.
     return (6 * hidden + max(2 * attention, mlp)) * skeleton.dtype.itemsize
+
+
+def _greedy_bytes(skeleton: Skeleton, micro: int) -> int:
+    """Bytes of what finds the greedy tokens after the last layer: the head (beside the embedding that is there anyway,
+    unless it is that), logits of a block and their reduction, and the last hidden states of a micro-batch, normed and
+    picked."""
+    facts = skeleton.files.facts
+    head = 0 if skeleton.head is None else decoded_bytes(skeleton.recipes(skeleton.head))
+    logits = 2 * BLOCK_ROWS * facts.vocab_size * skeleton.dtype.itemsize
+    return head + logits + micro * 6 * facts.hidden_size * skeleton.dtype.itemsize
 
 
 @contextmanager

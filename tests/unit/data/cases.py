@@ -10,6 +10,7 @@ import torch
 
 from eagle3.data.store import StoredSample, StoreWriter
 from eagle3.data.store_layout import LastRows, StoreLayout
+from eagle3.data.target_argmax import greedy_tokens, make_target_head
 from eagle3.errors import ProblemsError
 from eagle3.wiring.contract import WiringContract
 
@@ -41,18 +42,33 @@ def layout(last_rows: LastRows = "supervised", **changes: Any) -> StoreLayout:
     return StoreLayout(contract(**changes), last_rows)
 
 
-def sample(sample_id: str, tokens: int = 5, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> StoredSample:
-    """The last two tokens are supervised; states count up, exactly representable in bfloat16."""
+def greedy(last: torch.Tensor, head: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What such a head says at last hidden states [T, H]."""
+    return greedy_tokens(last, make_target_head(head, {"rms_norm_eps": 1e-6}, "post_norm"))
+
+
+def sample(
+    sample_id: str,
+    tokens: int = 5,
+    start: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    head: dict[str, torch.Tensor] | None = None,
+) -> StoredSample:
+    """The last two tokens are supervised; aux states count up; the target's greedy tokens vary. All states are exactly
+    representable in bfloat16.
+    """
 
     def states(width: int) -> torch.Tensor:
         return (torch.arange(tokens * width) % 128 + start).to(dtype).reshape(tokens, width)
 
+    last = ((torch.arange(tokens * HIDDEN) * 37 + 11 * start) % 128 - 64).to(dtype).reshape(tokens, HIDDEN)
     return StoredSample(
         id=sample_id,
         input_ids=(torch.arange(tokens) + start) % VOCAB,
         loss_mask=torch.arange(tokens) >= tokens - 2,
         aux_hidden_states=states(AUX * HIDDEN),
-        last_hidden_states=-states(HIDDEN),
+        last_hidden_states=last,
+        target_argmax=greedy(last, head or target_head()),
     )
 
 
@@ -61,7 +77,7 @@ def target_head(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {
         "embed_tokens.weight": matrix * scale,
         "norm.weight": torch.full((HIDDEN,), 1.5),
-        "lm_head.weight": -matrix,
+        "lm_head.weight": matrix * 13 % 31 - 15,
     }
 
 
@@ -78,15 +94,15 @@ def writer(folder: Path, **changes: Any) -> StoreWriter:
 def make_store(folder: Path, samples: int = 6, **changes: Any) -> Path:
     """A store of shards of two samples each: s0, s1 | s2, s3 | ..."""
     with writer(folder, **changes) as store:
-        write_missing(store, samples)
+        write_missing(store, samples, changes.get("target_head"))
     return folder
 
 
-def write_missing(store: StoreWriter, samples: int) -> None:
+def write_missing(store: StoreWriter, samples: int, head: dict[str, torch.Tensor] | None = None) -> None:
     """Writes what the store lacks of s0, s1, ..., two to a shard."""
     numbers = [number for number in range(samples) if f"s{number}" not in store.completed]
     for pair in batched(numbers, 2):
-        store.write_shard([sample(f"s{number}", tokens=3 + number, start=number) for number in pair])
+        store.write_shard([sample(f"s{number}", tokens=3 + number, start=number, head=head) for number in pair])
 
 
 def batched(values: list[int], size: int) -> list[list[int]]:

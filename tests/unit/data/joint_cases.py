@@ -46,6 +46,9 @@ def write(store: JointStore, number: int) -> None:
     for index, rows in zip(contract().output_indices, slots, strict=True):
         file.put(index, 0, rows)
     file.put("last", 0, torch.cat([item.last_hidden_states for item in samples]))
+    for place, item in enumerate(samples):
+        assert item.supervised_argmax is not None
+        file.write_argmax(place, item.supervised_argmax)
     file.close()
     store.commit([shard_entry(file.path, plain)], None if number else make_fingerprint(samples, layout()))
 

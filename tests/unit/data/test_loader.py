@@ -223,6 +223,8 @@ def test_what_is_loaded_is_what_collating_the_samples_gives(
         places = torch.arange(batch.input_ids.numel())
         assert torch.equal(batch.aux_rows(places), expected.aux_rows(places))
         assert torch.equal(batch.last_rows(places), expected.last_rows(places))
+        assert batch.target_argmax is not None and batch.target_argmax.dtype == torch.int64
+        assert torch.equal(batch.target_argmax, expected.target_argmax) and batch.target_argmax.any()
         assert batch.last_rows(places).any() and batch.aux.dtype == reader.layout.dtype
 
 

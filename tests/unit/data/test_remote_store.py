@@ -74,7 +74,8 @@ def assert_same_batches(local: StoreReader, remote: StoreReader, epoch: int = 0,
         assert mine.sample_ids == theirs.sample_ids
         for name in ("input_ids", "loss_mask", "aux", "last_hidden", "document_ids", "position_ids"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name))
-        for name in ("aux_scales", "last_scales"):
+        assert mine.target_argmax is not None
+        for name in ("aux_scales", "last_scales", "target_argmax"):
             one, other = getattr(mine, name), getattr(theirs, name)
             assert (one is None and other is None) or torch.equal(one, other)
         assert used(remote.folder.parents[1]) <= 96 << 10
@@ -100,7 +101,7 @@ def test_batches_equal_those_of_the_local_store_and_the_cache_keeps_its_limit(
     assert assert_same_batches(local, remote) + assert_same_batches(local, remote, epoch=1) == 24
     for index in range(0, 24, 5):
         mine, theirs = local.read(index), remote.read(index)
-        for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"):
+        for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "target_argmax"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name))
     assert torch.equal(count_supervised(local), count_supervised(remote))
 

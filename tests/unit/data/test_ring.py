@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -105,6 +106,19 @@ def test_a_plan_that_cannot_be_is_refused_by_name(ring: Path, change: dict[str, 
     edit(ring, change)
     with pytest.raises(ProblemsError, match=message):
         load_ring(ring)
+
+
+def test_a_ring_of_shards_of_version_2_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
+    plan = ring_plan(SAMPLES, version=2)
+    with open_writer(tmp_path / "ring", plan, SAMPLES) as writer:
+        assert writer.next_unit() == [0]
+        writer.write_shard(0, [SAMPLES[place] for place in plan.shards[0].samples])
+    reader = RingReader(tmp_path / "ring", 1)
+    store = reader.store([reader.wait_for(0, Event())])
+    assert (reader.ring.layout.version, store.read(0).target_argmax) == (2, None)
+    with pytest.raises(ProblemsError, match=r"version 2.*writes version 3(.|\n)*let the eagle3 that began it") as error:
+        open_writer(tmp_path / "ring", ring_plan(SAMPLES), SAMPLES)
+    assert [problem.kind for problem in error.value.problems] == ["store.other_version"]
 
 
 def test_a_plan_in_which_a_bit_was_flipped_is_refused(ring: Path) -> None:

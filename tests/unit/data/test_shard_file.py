@@ -45,6 +45,9 @@ def fill(shard: ShardFile, step: int, dtype: torch.dtype = torch.bfloat16) -> No
     for key, rows in states(dtype).items():
         for begin in range(0, TOKENS, step):
             shard.put(key, begin, rows[begin : begin + step])
+    for number, item in enumerate(SAMPLES):
+        assert item.target_argmax is not None
+        shard.write_argmax(number, item.target_argmax[shard.last_places(number)])
 
 
 @pytest.mark.parametrize("step", [1, 4, TOKENS])

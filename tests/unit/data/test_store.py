@@ -17,7 +17,7 @@ from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError, problem_error
 from tests.children import in_a_child, killed
 
-from .cases import AUX, HIDDEN, VOCAB, contract, kinds, make_store, sample, target_head, write_missing, writer
+from .cases import AUX, HIDDEN, VOCAB, contract, greedy, kinds, make_store, sample, target_head, write_missing, writer
 
 
 def names(folder: Path) -> list[str]:
@@ -28,7 +28,7 @@ def assert_same(read: StoredSample, written: StoredSample) -> None:
     assert read.id == written.id
     assert read.input_ids.dtype == torch.int32
     assert read.loss_mask.dtype == torch.bool
-    for name in ("input_ids", "loss_mask", "aux_hidden_states", "supervised_last"):
+    for name in ("input_ids", "loss_mask", "aux_hidden_states", "supervised_last", "supervised_argmax"):
         assert torch.equal(getattr(read, name).long(), getattr(written, name).long()), name
 
 
@@ -47,7 +47,9 @@ def test_what_is_written_is_read_back(tmp_path: Path, dtype: str, last_rows: Las
         assert_same(reader.read(index), item)
         assert reader.read(index).aux_hidden_states.dtype == kind
         rows = item.input_ids.numel() if last_rows == "all" else min(item.input_ids.numel(), 2)
-        assert len(reader.read(index).last_hidden_states) == rows
+        argmax = reader.read(index).target_argmax
+        assert argmax is not None and argmax.dtype == torch.int32
+        assert len(reader.read(index).last_hidden_states) == len(argmax) == rows
         ids, mask = reader.read_tokens(index)
         assert torch.equal(ids, item.input_ids.int()) and torch.equal(mask, item.loss_mask)
 
@@ -57,7 +59,8 @@ def test_an_fp8_store_gives_back_what_is_nearest_in_eight_bits(tmp_path: Path) -
     generator = torch.Generator().manual_seed(0)
     aux = torch.randn(5, AUX * HIDDEN, generator=generator) * torch.tensor([1e-20, 1, 3, 1e9, 0])[:, None]
     last = torch.randn(5, HIDDEN, generator=generator)
-    written = replace(sample("s"), aux_hidden_states=aux.bfloat16(), last_hidden_states=last.bfloat16())
+    states = {"aux_hidden_states": aux.bfloat16(), "last_hidden_states": last.bfloat16()}
+    written = replace(sample("s"), **states, target_argmax=greedy(last.bfloat16(), target_head()))
     with writer(tmp_path / "store", contract=contract(dtype="float8_e4m3fn")) as store:
         store.write_shard([written, replace(written, id="t", loss_mask=torch.zeros(5, dtype=torch.bool))])
     reader = StoreReader(tmp_path / "store")
@@ -126,6 +129,11 @@ def test_reading_a_sample_reads_no_other_one(tmp_path: Path, monkeypatch: pytest
         ({"input_ids": torch.full((5,), VOCAB)}, "store.ids_out_of_range", "0 to 19"),
         ({"input_ids": torch.full((5,), -1)}, "store.ids_out_of_range", "0 to 19"),
         ({"id": ""}, "store.sample_id", "empty"),
+        ({"target_argmax": None}, "store.sample_shape", "target_argmax is absent, expected integers [2] or [5]"),
+        ({"target_argmax": torch.zeros(3, dtype=torch.int32)}, "store.sample_shape", "torch.int32 [3]"),
+        ({"target_argmax": torch.zeros(2)}, "store.sample_shape", "target_argmax is torch.float32 [2]"),
+        ({"target_argmax": torch.tensor([0, VOCAB])}, "store.ids_out_of_range", "ids 0 to 20 in its target_argmax"),
+        ({"target_argmax": torch.tensor([-1, 0])}, "store.ids_out_of_range", "in its target_argmax"),
     ],
 )
 def test_a_wrong_sample_is_refused_by_name_before_anything_is_written(

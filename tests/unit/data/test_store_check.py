@@ -50,7 +50,7 @@ def rewrite_shard(
     tensors = load_file(path)
     listed = next(s for s in json.loads((folder / "manifest.json").read_text())["shards"] if s["file"] == SHARD)
     samples = [{"id": item["id"], "tokens": item["tokens"]} for item in listed["samples"]]
-    header: dict[str, Any] = {"format": "eagle3-hidden-states", "format_version": 2, "samples": samples}
+    header: dict[str, Any] = {"format": "eagle3-hidden-states", "format_version": 3, "samples": samples}
     tensors = {name: tensors[name].clone() for name in layout().tensors(0, 0)}
     change(tensors, header)
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
@@ -169,6 +169,10 @@ def test_lengths_that_disagree_are_named_by_sample(folder: Path) -> None:
     ("change", "said"),
     [
         (lambda t, _: t.pop("last_hidden_states"), "last_hidden_states is absent, expected BF16 [4, 4]"),
+        (lambda t, _: t.pop("target_argmax"), "target_argmax is absent, expected U16 [4]"),
+        (lambda t, _: t.update(target_argmax=t["target_argmax"].int()), "target_argmax is I32 [4], expected U16 [4]"),
+        (lambda t, _: t.update(target_argmax=t["target_argmax"][:3]), "target_argmax is U16 [3], expected U16 [4]"),
+        (lambda t, _: t.update(target_argmax=t["input_ids"]), "target_argmax is U16 [11], expected U16 [4]"),
         (lambda t, _: t.update(more=t["loss_mask"]), "more is U8 [11], expected absent"),
         (lambda t, _: t.update(loss_mask=t["loss_mask"].bool()), "loss_mask is BOOL [11], expected U8 [11]"),
         (lambda t, _: t.update(input_ids=t["input_ids"].long()), "input_ids is I64 [11], expected U16 [11]"),
@@ -190,6 +194,7 @@ def test_a_tensor_that_does_not_match_the_contract(folder: Path, change: Callabl
         lambda _, header: header.update(samples=7),
         lambda _, header: header["samples"].reverse(),
         lambda _, header: header.update(format_version=1),
+        lambda _, header: header.update(format_version=2),
     ],
 )
 def test_a_sample_list_that_is_no_list_or_in_another_order(folder: Path, change: Callable[..., object]) -> None:
@@ -223,6 +228,11 @@ def test_the_deep_check_covers_the_target_head(folder: Path) -> None:
         (lambda t, _: t["aux_hidden_states"][7, 3].fill_(torch.nan), "store.non_finite", "'s3' has NaN or"),
         (lambda t, _: t["last_hidden_states"][0, 0].fill_(-torch.inf), "store.non_finite", "in its last_hidden"),
         (lambda t, _: t["input_ids"][10].fill_(20), "store.ids_out_of_range", "'s3' has ids"),
+        (
+            lambda t, _: t["target_argmax"][3].fill_(20),
+            "store.ids_out_of_range",
+            "to 20 in its target_argmax, the vocabulary is 0 to 19",
+        ),
         (lambda t, _: t["loss_mask"][0].fill_(1), "store.loss_mask", "'s2' has 3 supervised tokens, the manifest"),
         (lambda t, _: t["loss_mask"][5].fill_(2), "store.loss_mask", "'s3' has 2 in its loss mask"),
     ],

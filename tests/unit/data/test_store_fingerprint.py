@@ -34,7 +34,8 @@ CHANNELS_OF_64 = [2, 13, 16, 19, 22, 25, 26, 30, 31, 32, 37, 48, 49, 50, 53, 56]
 
 
 def sample(name: str, tokens: int, seed: int = 0) -> StoredSample:
-    return random_sample(name, tokens, (1, tokens), seed)
+    made = random_sample(name, tokens, (1, tokens), seed)
+    return replace(made, target_argmax=torch.zeros(tokens, dtype=torch.int32))
 
 
 def contract(dtype: str = "float32") -> WiringContract:

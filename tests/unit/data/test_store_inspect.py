@@ -41,7 +41,13 @@ def folder(tmp_path: Path, target: Path) -> Path:
     head["norm.weight"] = torch.ones(HIDDEN)
     of = contract(vocab_size=len(tokenizer), tokenizer_digest=tokenizer_digest(tokenizer))
     with writer(tmp_path / "store", contract=of, target_head=head) as store:
-        store.write_shard([StoredSample("only", torch.tensor(ids), torch.tensor(mask), *states)])
+        store.write_shard(
+            [
+                StoredSample(
+                    "only", torch.tensor(ids), torch.tensor(mask), *states, torch.zeros(len(ids), dtype=torch.int32)
+                )
+            ]
+        )
     return tmp_path / "store"
 
 

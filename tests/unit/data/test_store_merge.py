@@ -15,7 +15,7 @@ import torch
 
 from eagle3.cli import main
 from eagle3.data import store_build
-from eagle3.data.store import StoreReader, verify
+from eagle3.data.store import StoredSample, StoreReader, verify
 from eagle3.data.store_format import load_manifest
 from eagle3.data.store_merge import merge
 from eagle3.data.store_split import _runs, split_fraction, split_parts
@@ -48,6 +48,11 @@ def second(tmp_path: Path) -> Path:
     return store(tmp_path / "second", ["f", "g", "h"])
 
 
+def argmax_of(item: StoredSample) -> torch.Tensor:
+    assert item.target_argmax is not None
+    return item.target_argmax
+
+
 def samples(folder: Path) -> dict[str, list[Any]]:
     """Every sample of a store that is whole to the last byte, by id."""
     assert verify(folder, deep=True, workers=1) == []
@@ -56,7 +61,13 @@ def samples(folder: Path) -> dict[str, list[Any]]:
     return {
         item.id: [
             tensor.tolist()
-            for tensor in (item.input_ids, item.loss_mask, item.aux_hidden_states, item.last_hidden_states)
+            for tensor in (
+                item.input_ids,
+                item.loss_mask,
+                item.aux_hidden_states,
+                item.last_hidden_states,
+                argmax_of(item),
+            )
         ]
         for item in read
     }

@@ -43,9 +43,9 @@ def files_read(folder: Path, monkeypatch: pytest.MonkeyPatch, record: Path) -> t
     read: list[str] = []
     real = store_verify.check_file
 
-    def reading(folder, file, contract):  # type: ignore[no-untyped-def]
+    def reading(folder, file, *more):  # type: ignore[no-untyped-def]
         read.append(file.file)
-        return real(folder, file, contract)
+        return real(folder, file, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(store_verify, "check_file", reading)
@@ -127,9 +127,9 @@ def test_a_killed_verification_goes_on_where_it_was(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from eagle3.data import store_verify\n"
         "real = store_verify.check_file\n"
-        "def slow(folder, file, contract):\n"
+        "def slow(folder, file, *more):\n"
         "    if file.file == 'shard-00003.safetensors': print('there', flush=True); time.sleep(600)\n"
-        "    return real(folder, file, contract)\n"
+        "    return real(folder, file, *more)\n"
         "store_verify.check_file = slow\n"
         "store_verify.verify(Path(sys.argv[1]), True, workers=1, resume=Path(sys.argv[2]))"
     )

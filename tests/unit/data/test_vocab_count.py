@@ -18,6 +18,7 @@ def tokens(sample_id: str, ids: list[int], supervised: list[int]) -> StoredSampl
         torch.tensor(supervised, dtype=torch.bool),
         torch.zeros(len(ids), AUX * HIDDEN, dtype=torch.bfloat16),
         torch.zeros(len(ids), HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(len(ids), dtype=torch.int32),
     )
 
 

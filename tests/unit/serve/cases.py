@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.config import ServeConfig, TrainConfig, dump_config
 from eagle3.data.store import StoredSample, StoreWriter
+from eagle3.data.store_layout import StoreLayout
+from eagle3.data.target_argmax import make_target_head, with_argmax
 from eagle3.draft.config import DraftConfig, RopeConfig
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocab
@@ -99,8 +101,10 @@ def make_store(
     }
     if not tied:
         head["lm_head.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator)
+    layout = StoreLayout(contract)
+    target = make_target_head(head, target_config, "post_norm")
     with StoreWriter(folder, contract, {"keep_ids": []}, target_config, head) as writer:
-        writer.write_shard(samples)
+        writer.write_shard([with_argmax(sample, layout, target) for sample in samples])
     return folder
 
 

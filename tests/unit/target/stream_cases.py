@@ -12,6 +12,8 @@ import torch
 
 from eagle3.config import ExtractConfig
 from eagle3.data.shard_file import StateKey
+from eagle3.data.target_argmax import make_target_head
+from eagle3.draft.loss import TargetHead
 from eagle3.target import stream_extract
 from eagle3.target.extract import ExtractReport, run_extract
 from eagle3.target.stream_plan import StreamPlan
@@ -37,6 +39,9 @@ class FakeEngine:
         hidden = self._contract.hidden_size
         matrix = torch.arange(self._contract.vocab_size * hidden, dtype=torch.float32).view(-1, hidden)
         return {"embed_tokens.weight": matrix, "norm.weight": torch.ones(hidden)}
+
+    def target_head(self) -> TargetHead:
+        return make_target_head(self.head_tensors(), {"rms_norm_eps": 1e-5}, "post_norm")
 
     def walk(self, batch: Sequence[Sequence[int]], sink: ShardSink, advance: Callable[[float], None]) -> None:
         ids = torch.tensor([token for tokens in batch for token in tokens], dtype=torch.float32)

@@ -115,6 +115,17 @@ def test_an_import_that_was_killed_goes_on_to_an_equal_store(
     assert run_import(cfg).imported == 0
 
 
+def test_imported_samples_get_the_greedy_tokens_of_their_states(
+    llama: Path, samples: list[DumpSample], tmp_path: Path
+) -> None:
+    run_import(config(llama, write_specforge(tmp_path / "dump", samples), tmp_path / "store", last_hidden_rows="all"))
+    reader = StoreReader(tmp_path / "store")
+    weight = reader.target_head()["lm_head.weight"].double()
+    for index, sample in enumerate(samples):
+        expected = (sample.last.double() @ weight.T).argmax(-1)
+        assert reader.read(index).target_argmax.tolist() == expected.tolist()  # type: ignore[union-attr]
+
+
 def test_a_shard_that_is_gone_is_imported_again(llama: Path, samples: list[DumpSample], tmp_path: Path) -> None:
     cfg = config(llama, write_specforge(tmp_path / "dump", samples), tmp_path / "store")
     run_import(cfg)

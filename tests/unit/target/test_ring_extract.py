@@ -76,7 +76,7 @@ def consume(folder: Path, first: int = 0) -> list[list[StoredSample]]:
 
 def assert_equal(mine: StoredSample, theirs: StoredSample) -> None:
     assert mine.id == theirs.id
-    for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states"):
+    for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "target_argmax"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), (mine.id, name)
 
 

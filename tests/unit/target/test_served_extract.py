@@ -118,6 +118,7 @@ def test_the_store_is_that_of_the_transformers_engine(
         assert torch.equal(mine.loss_mask, theirs.loss_mask)
         torch.testing.assert_close(mine.aux_hidden_states, theirs.aux_hidden_states, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(mine.last_hidden_states, theirs.last_hidden_states, rtol=1e-5, atol=1e-5)
+        assert mine.target_argmax is not None and torch.equal(mine.target_argmax, theirs.target_argmax)
     heads = [load_file(tmp_path / name / "target_head.safetensors") for name in ("whole", "served")]
     assert heads[0].keys() == heads[1].keys()
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])

@@ -14,13 +14,21 @@ from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store_fingerprint import fingerprint_place, make_fingerprint
 from eagle3.data.store_format import shard_name
 from eagle3.data.store_layout import StoreLayout
+from eagle3.data.target_argmax import make_target_head
+from eagle3.draft.loss import TargetHead
 from eagle3.errors import ProblemsError, problem_error
 from eagle3.target import stream_sink
 from eagle3.target.stream_sink import FingerprintRows, Part, ShardSink, Staged, blocks_waiting, stager
-from tests.unit.data.cases import HIDDEN, contract, layout, sample, writer
+from tests.unit.data.cases import HIDDEN, contract, layout, sample, target_head, writer
 
 OF = layout()
 STAGE = stager(torch.device("cpu"))
+
+
+def head() -> TargetHead:
+    return make_target_head(target_head(), {"rms_norm_eps": 1e-6}, "post_norm")
+
+
 SAMPLES = [sample(f"s{number}", tokens=5 + number, start=number) for number in range(4)]
 ENDS = (11, 26)
 KEYS: tuple[StateKey, ...] = (1, 3, 4, "last")
@@ -64,7 +72,7 @@ def test_pieces_land_in_the_shards_that_they_belong_to(
     monkeypatch.setattr(stream_sink, "_BLOCK_BYTES", block_bytes)
     of = layout(dtype=dtype)
     cut = parts(tmp_path, of)
-    with ShardSink(cut, of, STAGE) as sink:
+    with ShardSink(cut, of, STAGE, head) as sink:
         assert sink.keys == {1, 3, 4, "last"}
         walk(sink, step)
     for part in cut:
@@ -79,7 +87,7 @@ def test_pieces_land_in_the_shards_that_they_belong_to(
 def test_rows_of_shards_that_are_there_already_are_let_pass(tmp_path: Path) -> None:
     whole, cut = parts(tmp_path / "whole"), parts(tmp_path / "cut")[1:]
     for some in (whole, cut):
-        with ShardSink(some, OF, STAGE) as sink:
+        with ShardSink(some, OF, STAGE, head) as sink:
             walk(sink, 4)
         for part in some:
             part.file.close()
@@ -92,7 +100,7 @@ def test_the_fingerprint_is_that_of_its_shard_with_neighbours_from_the_same_walk
     place = fingerprint_place(plain(0, 2), OF)
     assert place.sample == "s1"
     rows = FingerprintRows(place, len(SAMPLES[0].input_ids), contract())
-    with ShardSink(cut, OF, STAGE, rows) as sink:
+    with ShardSink(cut, OF, STAGE, head, rows) as sink:
         assert sink.keys == {-1, 0, 1, 2, 3, 4, 5, "last"}
         walk(sink, step, (-1, 0, 1, 2, 3, 4, 5, "last"))
 
@@ -104,6 +112,8 @@ def test_the_fingerprint_is_that_of_its_shard_with_neighbours_from_the_same_walk
 
 class Failing:
     """A shard whose disk fails at the second piece."""
+
+    samples = ()
 
     def __init__(self, call: str) -> None:
         self.call = call
@@ -124,7 +134,7 @@ class Failing:
 
 
 def failing_sink(call: str = "write") -> ShardSink:
-    return ShardSink([Part(0, ENDS[1], Failing(call))], OF, STAGE)  # type: ignore[arg-type]
+    return ShardSink([Part(0, ENDS[1], Failing(call))], OF, STAGE, head)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pieces", [3, 20])
@@ -164,6 +174,7 @@ def test_no_more_blocks_wait_for_the_disk_than_may(most: int) -> None:
 
     class Memory:
         done = 0
+        samples = ()
 
         def claim(self, key: StateKey, begin: int, count: int) -> bool:
             return False
@@ -172,7 +183,7 @@ def test_no_more_blocks_wait_for_the_disk_than_may(most: int) -> None:
             self.done += len(rows)
 
     file = Memory()
-    with ShardSink([Part(0, 50, file)], OF, slow, most_waiting=most) as sink:  # type: ignore[arg-type]
+    with ShardSink([Part(0, 50, file)], OF, slow, head, most_waiting=most) as sink:  # type: ignore[arg-type]
         for begin in range(50):
             sink.put(1, begin, torch.zeros(1, HIDDEN))
             assert len(taken) - len(given_back) <= most

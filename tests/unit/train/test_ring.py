@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -431,8 +432,7 @@ def test_states_of_another_sample_than_the_fingerprint_says_are_refused(
     while not fingerprint.exists():
         time.sleep(0.005)
     other = tmp_path / "other"
-    changed = [type(sample)(sample.id, sample.input_ids, sample.loss_mask, -sample.aux_hidden_states,
-                            sample.last_hidden_states) for sample in SAMPLES]  # fmt: skip
+    changed = [replace(sample, aux_hidden_states=-sample.aux_hidden_states) for sample in SAMPLES]
     child = in_a_child(lambda: write_ring(other, ring_plan(SAMPLES), changed, 1))
     os.waitpid(child, 0)
     fingerprint.write_bytes((other / "eagle3_fingerprint.json").read_bytes())

@@ -15,6 +15,7 @@ from eagle3.train.setup import make_setup
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
 from eagle3.wiring.fingerprint_file import load_fingerprint
+from tests.old_stores import as_version_2
 from tests.stores import random_contract, random_sample, train_config, write_random_store
 
 
@@ -89,15 +90,31 @@ def test_a_drafter_learns_from_an_fp8_store_what_it_learns_from_those_very_state
     states = {sample.id: sample for sample in map(reader.read, range(len(reader)))}
 
     def widened(sample: StoredSample) -> StoredSample:
-        read = states[sample.id]
+        read = states[sample.id]  # its greedy tokens are those of the states before they were rounded
         aux, last = read.aux_hidden_states.float(), read.last_hidden_states.float()
-        return replace(sample, aux_hidden_states=aux, last_hidden_states=last)
+        return replace(read, aux_hidden_states=aux, last_hidden_states=last)
 
     wide = write_random_store(tmp_path / "float32", change=widened)
     for folder in (store, wide):
         run_training(train_config(folder, tmp_path / f"run-{folder.name}", batch_size=3, epochs=4, pack=True))
     losses = [[record["loss"] for record in log(tmp_path / f"run-{name}")] for name in ("fp8", "float32")]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_greedy_tokens_that_are_stored_train_as_those_that_are_found_with_the_head(tmp_path: Path, pack: bool) -> None:
+    """A store of version 2 has none."""
+    new = write_random_store(tmp_path / "new", [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (2, 5))] * 3)
+    logs = {}
+    for folder in (new, as_version_2(new, tmp_path / "old")):
+        run = tmp_path / f"run-{folder.name}"
+        run_training(train_config(folder, run, batch_size=3, epochs=4, pack=pack, max_length=15, eval_fraction=0.3))
+        logs[folder.name] = [{key: record[key] for key in ("loss", "step_accuracy")} for record in log(run)]
+        logs[f"{folder.name} eval"] = [record["step_accuracy"] for record in log(run, "eval")]
+    for mine, theirs in zip(logs["new"], logs["old"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert mine["step_accuracy"] == theirs["step_accuracy"]
+    assert logs["new eval"] == logs["old eval"] and logs["new"]
 
 
 def test_fault_13_short_last_window_is_stepped_with_its_full_gradient_and_counted(tmp_path: Path) -> None:
