@@ -11,6 +11,7 @@ import torch
 
 from eagle3.data.loader import BatchPlan, Begun, Window, begin_windows, places_of
 from eagle3.data.store import StoreReader
+from eagle3.data.store_layout import StoreLayout
 from eagle3.draft.config import TTTSettings
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
@@ -34,6 +35,11 @@ class Dataset(Protocol):
     @property
     def contract(self) -> WiringContract:
         """What the states are."""
+        ...
+
+    @property
+    def layout(self) -> StoreLayout:
+        """What its shards hold."""
         ...
 
     @property

@@ -159,7 +159,9 @@ def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes:
     draft = draft_config(config, reader, config.draft.draft_vocab_size or reader.contract.vocab_size)
     head = reader.target_head()["lm_head.weight"].element_size()
     states = getattr(torch, reader.contract.dtype)
-    types = Types(head=head, states=states.itemsize, scaled=states == FP8, float8=ttt.float8)
+    types = Types(
+        head=head, states=states.itemsize, scaled=states == FP8, float8=ttt.float8, argmax=samples.have_argmax
+    )
     return Run(draft, ttt, types, processes, config.optim.moments)
 
 

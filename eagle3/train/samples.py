@@ -114,6 +114,12 @@ class Samples:
     digest: str
     notes: list[str]
 
+    @property
+    def have_argmax(self) -> bool:
+        """Whether all of them have the target's greedy tokens, so that nothing needs all of its head."""
+        readers = [self.train.reader] if self.heldout is None else [self.train.reader, self.heldout.reader]
+        return all(reader.layout.has_argmax for reader in readers)
+
 
 def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
     """Splits a store by the config's seed, or takes `eval_dataset` as the held-out samples.

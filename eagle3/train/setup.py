@@ -42,7 +42,7 @@ class Setup:
         samples: training and held-out samples.
         vocab: the draft vocab, on the CPU.
         module: the drafter with its loss, on the CPU, in float32, as it is before the first step.
-        head: the target's head, on the CPU.
+        head: the target's head, on the CPU; of the draft vocab alone where the samples have its greedy tokens.
         notes: what a user should know, a line each.
     """
 
@@ -77,7 +77,13 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
         f"moments: {config.optim.moments}, {size_text(moment_bytes(module.model, config.optim.moments))}",
     ]
     contract = reader.contract.with_draft_vocab(vocab.digest)
-    return Setup(contract, samples, vocab, module, make_head(config, reader, target), notes)
+    head = make_head(config, reader, target)
+    if samples.have_argmax:
+        head = head.only(vocab.ids)
+    else:
+        whole = size_text(head.lm_head.nbytes)
+        notes.append(f"the target's greedy tokens are not stored (format 1 or 2): all of its head is kept, {whole}")
+    return Setup(contract, samples, vocab, module, head, notes)
 
 
 def ttt_settings(config: TrainConfig) -> TTTSettings:

@@ -342,7 +342,7 @@ def cross_entropy(
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors in place by a scalar tensor; only a CPU, where that waits for nothing, looks whether it is 1."""
+    """Multiplies tensors in place by a scalar tensor. Only on a CPU, where that waits for nothing, is it looked at."""
     if factor.device.type != "cpu" or float(factor) != 1:
         torch._foreach_mul_(list(tensors), factor)
 

@@ -10,9 +10,11 @@ from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.errors import ProblemsError
 from eagle3.target.tiny import make_tiny_llama
+from eagle3.train.plan import make_run
 from eagle3.train.setup import check_dataset_contract, make_setup
 from eagle3.wiring.contract import config_digest
 from eagle3.wiring.targets import read_target_config
+from tests.old_stores import as_version_2
 from tests.stores import VOCAB, random_contract, train_config, write_random_store
 
 
@@ -162,3 +164,18 @@ def test_held_out_samples_that_are_trained_on_are_pointed_out(tmp_path: Path) ->
     store = write_random_store(tmp_path / "store", count=4)
     setup = make_setup(train_config(store, tmp_path / "run", eval_dataset=str(store)))
     assert "4 of 4 held-out samples have the id of a training sample" in setup.notes
+
+
+def test_the_targets_whole_head_is_kept_only_where_some_samples_lack_its_greedy_tokens(tmp_path: Path) -> None:
+    new = write_random_store(tmp_path / "new", count=6)
+    other = write_random_store(tmp_path / "other", count=4, seed=7)
+    old, old_other = as_version_2(new, tmp_path / "old"), as_version_2(other, tmp_path / "old-other")
+    for train, heldout, narrow in ((new, None, True), (new, other, True), (old, None, False), (new, old_other, False)):
+        config = train_config(train, tmp_path / "run", eval_dataset=None if heldout is None else str(heldout))
+        setup = make_setup(config)
+        assert len(setup.head.lm_head) == (len(setup.vocab) if narrow else VOCAB)
+        assert (setup.head.ids is not None) == narrow
+        assert any("greedy tokens are not stored" in note for note in setup.notes) != narrow
+        run = make_run(config, setup.samples, setup.module.ttt, 1)
+        assert run.types.argmax == narrow
+    assert torch.equal(setup.head.lm_head, StoreReader(new).target_head()["lm_head.weight"].float())
