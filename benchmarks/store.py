@@ -114,6 +114,7 @@ def sample(number: int, tokens: int, hidden: int, vocab: int) -> StoredSample:
         loss_mask=mask,
         aux_hidden_states=torch.randn(tokens, 3 * hidden).to(torch.bfloat16),
         last_hidden_states=torch.randn(tokens, hidden).to(torch.bfloat16),
+        target_argmax=torch.zeros(tokens, dtype=torch.int32),  # of a head of zeros
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from eagle3.config import CacheSection
+from eagle3.data.argmax_check import stored_head
 from eagle3.data.open_reader import open_cache, open_reader
 from eagle3.data.piece_cache import Piece, PieceCache
 from eagle3.data.remote_files import at_url, check_listing, check_unchanged, copy_bytes, read_remote_manifest
@@ -20,6 +21,7 @@ from eagle3.data.remote_store import RemoteStoreReader, cache_name
 from eagle3.data.store_check import check_shard, check_target_head, check_whole
 from eagle3.data.store_format import MANIFEST_FILE, FileInfo, Manifest, ShardInfo, load_manifest
 from eagle3.data.store_verify import check_file
+from eagle3.draft.loss import TargetHead
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.progress import progress
 from eagle3.sealed import SEAL, write_sealed
@@ -59,12 +61,13 @@ def verify_remote(
     broken = {problem.where for problem in problems}
     left = [file for file in (manifest.target_head, *manifest.shards) if remote.where(file.file) not in broken]
     opening: tuple[Problem, ...] = ()
+    head = None
     if not problems:  # the fingerprint
         try:
-            open_reader(url, cache)
+            head = stored_head(open_reader(url, cache).folder, manifest)
         except ProblemsError as error:
             opening = error.problems
-    found = _check_all(remote, manifest, files, left, open_cache(cache, remote.url), workers)
+    found = _check_all(remote, manifest, files, left, open_cache(cache, remote.url), workers, head)
     named = tuple(problem.where for problem in found)  # a file that cannot be opened is named once
     return problems + [problem for problem in opening if not problem.where.startswith(named)] + found
 
@@ -76,6 +79,7 @@ def _check_all(
     left: list[FileInfo],
     cache: PieceCache,
     workers: int | None,
+    head: TargetHead | None,
 ) -> list[Problem]:
     for file in left:
         cache.check_fits(file.bytes, "this file, which is read as a whole,", remote.where(file.file))
@@ -83,7 +87,9 @@ def _check_all(
     pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     with progress("verify", len(left), "files") as advance:
         try:
-            futures = {pool.submit(_check, remote, manifest, files[file.file], file, cache): file for file in left}
+            futures = {
+                pool.submit(_check, remote, manifest, files[file.file], file, cache, head): file for file in left
+            }
             for future in as_completed(futures):
                 found[futures[future].file] = future.result()
                 advance(1)
@@ -93,7 +99,12 @@ def _check_all(
 
 
 def _check(
-    remote: RemoteFolder, manifest: Manifest, known: RemoteFile, file: FileInfo, cache: PieceCache
+    remote: RemoteFolder,
+    manifest: Manifest,
+    known: RemoteFile,
+    file: FileInfo,
+    cache: PieceCache,
+    head: TargetHead | None,
 ) -> list[Problem]:
     """What is wrong with one file, which is in the cache meanwhile."""
     name = f"{cache_name(remote.url)}/verify/{file.file}"
@@ -106,7 +117,7 @@ def _check(
                 problems = check_shard(folder, file, manifest.layout)
             else:
                 problems = check_target_head(folder, manifest)
-            problems = problems or check_file(folder, file, manifest.layout)
+            problems = problems or check_file(folder, file, manifest.layout, head)
     except ProblemsError as error:
         return list(error.problems)
     cache.drop(name)

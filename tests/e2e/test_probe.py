@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from eagle3.cli import app
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter, verify
+from eagle3.data.target_argmax import make_target_head, with_argmax
 from eagle3.target.engines.transformers import TransformersEngine
 from eagle3.target.extract import run_extract
 from eagle3.target.tiny import make_tiny_kimi
@@ -134,8 +135,11 @@ def test_pre_norm_states_under_a_post_norm_label_are_named(
 
     def pre_norm(sample: StoredSample) -> StoredSample:
         [capture] = engine.capture([sample.input_ids.tolist()])
-        return replace(sample, last_hidden_states=capture.aux_hidden_states)
+        changed = replace(sample, last_hidden_states=capture.aux_hidden_states, target_argmax=None)
+        return with_argmax(changed, reader.layout, head)  # or the writer would notice
 
+    reader = StoreReader(folder / "store")
+    head = make_target_head(reader.target_head(), reader.target_config, "post_norm")
     result = probe(copy_store(folder, tmp_path / "s", pre_norm), folder)
 
     assert result.exit_code == 2

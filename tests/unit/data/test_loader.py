@@ -1,7 +1,9 @@
+import json
 import threading
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from eagle3.data.store_layout import LastRows
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.planned import plan_batch
 from eagle3.errors import ProblemsError
+from tests.old_stores import as_version_2
 
-from .cases import AUX, HIDDEN, contract, make_store, sample, writer
+from .cases import AUX, HIDDEN, VOCAB, contract, kinds, make_store, sample, writer
 
 
 def plan(count: int, lengths: list[int] | None = None, **options: object) -> BatchPlan:
@@ -265,3 +268,46 @@ def test_windows_are_planned_as_they_are_read(reader: StoreReader) -> None:
             assert window is windows[-1] or ahead._next is None
             ahead.begin()
             assert (ahead._next is None) == (window is windows[-1])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("store", None), ("long", 3)])
+def test_greedy_tokens_outside_the_vocabulary_are_named_with_the_sample(
+    tmp_path: Path, name: str, tokens: int | None
+) -> None:
+    """They would fail far from here, on a GPU; but what is cut off is not looked at."""
+    folder = make_store(tmp_path / name)
+    path = folder / "shard-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    begin = start + json.loads(raw[8:start])["target_argmax"]["data_offsets"][0]
+    raw[begin + 6 : begin + 8] = (VOCAB).to_bytes(2, "little")  # the last of s3
+    path.write_bytes(raw)
+    reader = StoreReader(folder)
+    assert reader.read(2).id == "s2"
+    with pytest.raises(ProblemsError, match="'s3': has token ids outside 0 to 19 in its target_argmax") as error:
+        reader.read(3)
+    assert kinds(error.value) == ["store.ids_out_of_range"]
+    windows = plan(6, batch_size=6).epoch(0)
+    if tokens is not None:
+        assert len(list(load_windows(reader, windows, range(6), tokens))) == 1
+        return
+    with pytest.raises(ProblemsError, match="'s3': has token ids outside 0 to 19 in its target_argmax"):
+        list(load_windows(reader, windows, range(6), 64))
+
+
+@pytest.mark.parametrize("last_rows", ["supervised", "all"])
+def test_batches_of_an_older_store_have_no_greedy_tokens(tmp_path: Path, last_rows: LastRows) -> None:
+    old = as_version_2(make_store(tmp_path / "new", last_rows=last_rows), tmp_path / "old")
+    readers = [StoreReader(folder) for folder in (tmp_path / "new", old)]
+    windows = plan(6, batch_size=2, world_size=4).epoch(0)
+    new, without = (
+        [[batch for [batch] in load_windows(reader, windows, range(6), 64, rank)] for rank in range(4)]
+        for reader in readers
+    )
+    for mine, theirs in zip(chain.from_iterable(new), chain.from_iterable(without), strict=True):
+        assert theirs.target_argmax is None
+        assert mine.target_argmax is not None and len(mine.target_argmax) == len(mine.last_hidden)
+        assert torch.equal(mine.last_hidden, theirs.last_hidden)
+    assert not new[3][0].sample_ids, "a rank without rows has a batch of the same kind"
+    read = readers[1].read(0)
+    assert collate([[read]], 64).target_argmax is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 MODULES = (
+    "argmax_check",
     "store_check",
     "store_verify",
     "verify_record",

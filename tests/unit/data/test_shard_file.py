@@ -15,6 +15,7 @@ from eagle3.data.chat import TokenSample
 from eagle3.data.shard_file import ShardFile, StateKey, shard_entry
 from eagle3.data.store import StoredSample
 from eagle3.data.store_layout import LastRows, StoreLayout
+from eagle3.data.store_sample import shard_bytes
 from eagle3.errors import ProblemsError
 
 from .cases import HIDDEN, VOCAB, kinds, layout, sample, writer
@@ -177,3 +178,41 @@ def test_a_disk_that_fails_during_the_walk_is_an_error(tmp_path: Path, monkeypat
     assert kinds(error.value) == ["disk.full"]
     shard.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_greedy_tokens_that_did_not_come_are_named_and_nothing_is_left(tmp_path: Path) -> None:
+    shard = opened(tmp_path)
+    for key, rows in states().items():
+        shard.put(key, 0, rows)
+    shard.write_argmax(0, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ProblemsError, match="no greedy tokens of 2 of its 3 samples, 's1' first") as error:
+        shard.close()
+    assert kinds(error.value) == ["capture.rows"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argmax", "kind"),
+    [
+        (torch.tensor([0, VOCAB]), "store.ids_out_of_range"),
+        (torch.tensor([-1, 0]), "store.ids_out_of_range"),
+        (torch.tensor([0, 1, 2]), "store.sample_shape"),
+        (torch.tensor([0.0, 1.0]), "store.sample_shape"),
+    ],
+)
+def test_greedy_tokens_that_cannot_be_are_refused_by_the_samples_name(
+    tmp_path: Path, argmax: torch.Tensor, kind: str
+) -> None:
+    shard = opened(tmp_path)
+    with pytest.raises(ProblemsError, match=r"'s1'.*target_argmax") as error:
+        shard.write_argmax(1, argmax)
+    assert kinds(error.value) == [kind]
+
+
+def test_a_shard_of_version_2_takes_none(tmp_path: Path) -> None:
+    of = replace(layout(), version=2)
+    shard = opened(tmp_path, of)
+    for key, rows in states().items():
+        shard.put(key, 0, rows)
+    shard.close()
+    assert (tmp_path / NAME).stat().st_size == shard_bytes([item.info for item in SAMPLES], of)

@@ -122,3 +122,18 @@ def test_an_allocation_that_fails_is_named(raised: Exception) -> None:
 def test_another_failure_is_not_taken_for_memory() -> None:
     with pytest.raises(RuntimeError, match="illegal"), explained_memory():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_the_targets_head_is_planned_for_and_may_take_the_place_of_a_micro_batch(tmp_path: Path) -> None:
+    """It is on the device after the last layer only."""
+    folder = make_tiny_kimi(tmp_path / "kimi", num_hidden_layers=3)
+    skeleton = Skeleton(files_of(folder), torch.float32, 3)
+
+    def planned(micro: int, greedy: bool) -> int:
+        section = StreamSection(chunk_tokens=5000, micro_tokens=micro)
+        return plan_memory(skeleton, section, 10, CPU, tmp_path, greedy=greedy).device_bytes
+
+    head, logits = 512 * 64 * 4, 1024 * 512 * 4
+    assert planned(10, True) - planned(10, False) > logits
+    assert memory._greedy_bytes(skeleton, 0) == head + 2 * logits
+    assert planned(10_000, True) == planned(10_000, False)
