@@ -1,0 +1,56 @@
+"""Trains every config of test_sharded.py on each rank of one process group, in shards; started by torchrun.
+
+Arguments: the folder, and the engine's name. Accelerate joins gloo ranks as plain ones, since it drops engines that
+shard on a CPU; the engine is handed to the trainer. Writes how each case ended on each rank.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from eagle3.config import TrainConfig, load_config
+from eagle3.errors import ProblemsError
+from eagle3.train.engine import make_accelerator
+from eagle3.train.engines.base import Engine
+from eagle3.train.engines.fsdp2 import FullySharded
+from eagle3.train.engines.zero import Zero
+from eagle3.train.run_folder import find_resume_point
+from eagle3.train.setup import make_setup
+from eagle3.train.trainer import Trainer
+
+
+def main(folder: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    accelerator = make_accelerator("no")
+    outcomes = {}
+    for path in sorted(folder.glob("*.yaml")):
+        config = load_config(TrainConfig, path)
+        outcomes[path.stem] = gather_object([train(config, accelerator, make(name, accelerator, config))])
+    if accelerator.is_main_process:
+        (folder / f"{name}.json").write_text(json.dumps(outcomes))
+    accelerator.end_training()
+
+
+def make(name: str, accelerator: Accelerator, config: TrainConfig) -> Engine:
+    engine = FullySharded(accelerator) if name == "fsdp2" else Zero(accelerator, int(name[-1]))
+    engine._bf16 = config.mixed_precision == "bf16"  # an accelerator's precision is the process's
+    return engine
+
+
+def train(config: TrainConfig, accelerator: Accelerator, engine: Engine) -> str:
+    setup = make_setup(config, accelerator.num_processes)
+    checkpoint = find_resume_point(Path(config.output), config, setup, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    try:
+        Trainer(config, setup, accelerator, checkpoint, engine).train()
+    except ProblemsError as error:
+        return str(error)
+    return engine.active()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
