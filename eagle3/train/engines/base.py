@@ -122,5 +122,10 @@ class AsTuple(nn.Module):
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         kind = self.module.draft_ids.device.type
         with torch.autocast(kind, torch.bfloat16) if self._autocast else nullcontext():
-            output: TTTOutput = self.module(*args)
+            output = self.compute(*args)
         return output.loss, output.loss_sums, output.correct, output.active, output.in_vocab
+
+    def compute(self, *args: Any) -> TTTOutput:
+        """The module's output."""
+        output: TTTOutput = self.module(*args)
+        return output

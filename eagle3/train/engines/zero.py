@@ -49,14 +49,28 @@ class Zero(OfAccelerator):
         refuse_rounded_moments(self.name, optim)
         self.module = module.to(self.device)
         _hide_embedding(module)
-        root = AsTuple(module, self._bf16)
+        root = InOrder(module, self._bf16)
         if self.stage == 3:
-            deepspeed.utils.set_z3_leaf_modules(root, [AsTuple])
+            deepspeed.utils.set_z3_leaf_modules(root, [InOrder])
         optimizer = make_optimizer(module.model, optim, fused=self.device.type == "cuda")
         config = zero_config(self.stage, self.num_processes, optim.max_grad_norm)
         self._engine, self.optimizer, *_ = deepspeed.initialize(
             model=root, optimizer=optimizer, config=config, dist_init_required=False
         )
+        self._start()
+
+    def _start(self) -> None:
+        """Makes AdamW's state of every shard, as AdamW would at its first step.
+
+        DeepSpeed 0.19 links parameters to it at the first group's first step, when the next groups have none yet.
+        """
+        for shard in self._shards():
+            self._base.state[shard] = {
+                "step": torch.zeros((), device=self.device if self._base.defaults["fused"] else None),
+                **{moment: torch.zeros_like(shard) for moment in _MOMENTS},
+            }
+        if self.stage == 2:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def model(self, *args: Any) -> TTTOutput:
         return TTTOutput(*self._engine(*args))
@@ -109,10 +123,10 @@ class Zero(OfAccelerator):
     def moments(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        steps = {float(state["step"]) for state in self._states()}
-        if not steps:
-            return {}
+        steps = {float(self._base.state[shard]["step"]) for shard in self._shards()}
         assert len(steps) == 1, f"shards have taken {steps} steps"
+        if not (taken := steps.pop()):
+            return {}
         tensors = (
             (f"{name}.{moment}", safe_get_full_optimizer_state(value, moment))
             for name, value in self._trained()
@@ -120,7 +134,7 @@ class Zero(OfAccelerator):
         )
         found = on_main(self.accelerator, tensors)
         if found:
-            found |= {f"{name}.step": torch.tensor(steps.copy().pop()) for name, _ in self._trained()}
+            found |= {f"{name}.step": torch.tensor(taken) for name, _ in self._trained()}
         return found
 
     def load_moments(self, tensors: Mapping[str, Tensor], updates: int, folder: Path) -> None:
@@ -130,17 +144,11 @@ class Zero(OfAccelerator):
             return
         shapes = {name: self._shape(value) for name, value in self._trained()}
         check_optimizer_tensors(shapes, tensors, "float32", updates, folder)
-        for parameter in self._flat():
-            self._base.state[parameter] = {
-                "step": torch.tensor(float(updates), device=self.device if self._base.defaults["fused"] else None),
-                **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-            }
-        if self.stage == 2:
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for shard in self._shards():
+            self._base.state[shard]["step"].fill_(updates)
         for name, parameter in self._trained():
             for moment in _MOMENTS:
-                value = tensors[f"{name}.{moment}"].to(self.device)
-                safe_set_full_optimizer_state(parameter, value, moment)
+                safe_set_full_optimizer_state(parameter, tensors[f"{name}.{moment}"].to(self.device), moment)
 
     @property
     def _base(self) -> torch.optim.Optimizer:
@@ -148,20 +156,44 @@ class Zero(OfAccelerator):
         base: torch.optim.Optimizer = self.optimizer.optimizer
         return base
 
-    def _flat(self) -> list[Tensor]:
+    def _shards(self) -> list[Tensor]:
         """This process's flat float32 shards."""
         if self.stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
-
-    def _states(self) -> list[dict[str, Tensor]]:
-        return [self._base.state[value] for value in self._flat() if "step" in self._base.state.get(value, {})]
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, value) for name, value in self.module.model.named_parameters() if value.requires_grad]
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return parameter.ds_shape if self.stage == 3 else parameter.shape  # type: ignore[attr-defined]
+
+
+class InOrder(AsTuple):
+    """Hands gradients out in one order, whatever the batch.
+
+    ZeRO puts them into buckets in the order in which autograd reaches the weights, and exchanges buckets as they are: a
+    process whose batch is empty takes another path through autograd, and its neighbours' buckets would get its
+    gradients of other weights.
+    """
+
+    def compute(self, *args: Any) -> TTTOutput:
+        trained = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        together = dict(zip(trained, _Together.apply(*trained.values()), strict=True))
+        output: TTTOutput = torch.func.functional_call(self.module, together, args)
+        return output
+
+
+class _Together(torch.autograd.Function):
+    """The same tensors; their gradients arrive all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 def zero_config(stage: int, processes: int, max_norm: float) -> dict[str, Any]:
