@@ -73,7 +73,8 @@ class Zero(OfAccelerator):
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def model(self, *args: Any) -> TTTOutput:
-        return TTTOutput(*self._engine(*args))
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        return TTTOutput(*self._engine(anchor, *args))
 
     def active(self) -> str:
         dtypes = {value.dtype for value in self.module.parameters()}
@@ -170,26 +171,30 @@ class Zero(OfAccelerator):
 
 
 class InOrder(AsTuple):
-    """Hands gradients out in one order, whatever the batch.
+    """Hands gradients out all at once, in one order whatever the batch; its first argument wants a gradient as well.
 
-    ZeRO puts them into buckets in the order in which autograd reaches the weights, and exchanges buckets as they are: a
+    ZeRO-2 puts them into buckets in the order in which autograd reaches the weights, and exchanges buckets as they are: a
     process whose batch is empty takes another path through autograd, and its neighbours' buckets would get its
-    gradients of other weights.
+    gradients of other weights. ZeRO-3 takes a leaf's backward pass as over once its inputs have their gradients, and at
+    its begin where none wants one: it would exchange zeros.
     """
 
     def compute(self, *args: Any) -> TTTOutput:
+        anchor, *args = args
         trained = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
-        together = dict(zip(trained, _Together.apply(*trained.values()), strict=True))
-        output: TTTOutput = torch.func.functional_call(self.module, together, args)
+        _, *values = _Together.apply(anchor, *trained.values())
+        output: TTTOutput = torch.func.functional_call(
+            self.module, dict(zip(trained, values, strict=True)), tuple(args)
+        )
         return output
 
 
 class _Together(torch.autograd.Function):
-    """The same tensors; their gradients arrive all at once."""
+    """The same tensors."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        return tuple(weight.view_as(weight) for weight in weights)
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
