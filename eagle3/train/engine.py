@@ -120,26 +120,19 @@ def check_environment(
         deepspeed: whether it is installed; default: looks.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
+    installed = importlib.util.find_spec("deepspeed") is not None if deepspeed is None else deepspeed
     problems = [
         _engine_problem("accelerate config", f"asks for {name}")
         for key, name in _REFUSED.items()
         if _on(environment, key)
     ]
-    asked = [name for name, key in _SHARDED.items() if _on(environment, key)]
-    problems += [_no_gpu("accelerate config", name) for name in asked if not gpu]
-    if "FSDP" in asked:
-        problems += _other_settings({"FSDP_VERSION": "1", **environment}, _FSDP)
-    if "DEEPSPEED" in asked:
-        problems += _other_settings(environment, _DEEPSPEED)
-        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        if stage not in ("2", "3"):
-            fix = "set zero_stage to 2 or 3, or launch with configs/accelerate/ddp.yaml"
-            problems.append(
-                Problem("accelerate config", "train.engine", f"zero_stage is {stage}, expected 2 or 3", fix)
-            )
-        if not (importlib.util.find_spec("deepspeed") is not None if deepspeed is None else deepspeed):
-            message = "asks for DeepSpeed, which is not installed"
-            problems.append(Problem("accelerate config", "train.engine", message, "pip install 'eagle3[deepspeed]'"))
+    for engine in asked_for(environment):
+        if not gpu:
+            problems.append(_no_gpu("accelerate config", engine))
+        elif engine == DistributedType.FSDP.value:
+            problems += _other_settings({"FSDP_VERSION": "1", **environment}, _FSDP)
+        else:
+            problems += _deepspeed_problems(environment, installed)
     if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         message = f"asks for torch.compile ({environment['ACCELERATE_DYNAMO_BACKEND']}), which is not supported"
         problems.append(Problem("accelerate config", "train.engine", message, "set dynamo_backend to no"))
@@ -150,6 +143,11 @@ def check_environment(
             Problem("accelerate config", "train.precision", message, "set mixed_precision in the training config only")
         )
     return problems
+
+
+def asked_for(environment: Mapping[str, str]) -> list[str]:
+    """The engines that shard which the environment asks for: `FSDP`, `DEEPSPEED`."""
+    return [engine for engine, key in _SHARDED.items() if _on(environment, key)]
 
 
 def read_launcher(command_line: Sequence[str]) -> Namespace | None:
@@ -192,7 +190,7 @@ def check_accelerator(accelerator: Accelerator, environment: Mapping[str, str]) 
     """Finds an accelerator that is not what the launcher started."""
     problems = []
     active = accelerator.distributed_type.value
-    asked = [name for name, key in _SHARDED.items() if _on(environment, key)]
+    asked = asked_for(environment)
     if active not in (*_REPLICATED, *_SHARDED):
         problems.append(_engine_problem("accelerate", f"runs {active}"))
     elif (active in _SHARDED or asked) and asked != [active]:
@@ -209,6 +207,20 @@ def check_accelerator(accelerator: Accelerator, environment: Mapping[str, str]) 
 def _engine_problem(where: str, found: str) -> Problem:
     message = f"{found}; this version runs one process, DDP, FSDP2 and DeepSpeed's ZeRO-2 and ZeRO-3"
     return Problem(where, "train.engine", message, "launch with a file of configs/accelerate")
+
+
+def _deepspeed_problems(environment: Mapping[str, str], installed: bool) -> list[Problem]:
+    problems = _other_settings(environment, _DEEPSPEED)
+    if (stage := environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")) not in ("2", "3"):
+        fix = "set zero_stage to 2 or 3, or launch with configs/accelerate/ddp.yaml"
+        problems.append(Problem("accelerate config", "train.engine", f"zero_stage is {stage}, expected 2 or 3", fix))
+    if not installed:
+        message = "asks for DeepSpeed, which is not installed"
+        problems.append(Problem("accelerate config", "train.engine", message, "pip install 'eagle3[deepspeed]'"))
+    if "WORLD_SIZE" not in environment:
+        message = "asks for DeepSpeed, but no launcher started this process"
+        problems.append(Problem("accelerate config", "train.engine", message, "use accelerate launch or torchrun"))
+    return problems
 
 
 def _no_gpu(where: str, engine: str) -> Problem:

@@ -62,7 +62,8 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
     stored, checkpoints = load_config(TrainConfig, run / CONFIG_FILE), list_checkpoints(run)
     state = load_state(checkpoints[-1]) if checkpoints else None
     same_steps = state is None or _same_steps(stored, state.processes, config, processes)
-    problems = _config_differences(stored, config, run, _DIVISION if same_steps and state is not None else set())
+    divisible = state is not None and same_steps and stored.ring is None
+    problems = _config_differences(stored, config, run, _DIVISION if divisible else set())
     if (run / CONTRACT_FILE).exists():
         problems += WiringContract.load(run).compare(setup.contract, f"run {run}", "this start")
     if state is not None:

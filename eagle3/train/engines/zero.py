@@ -173,18 +173,18 @@ class Zero(OfAccelerator):
 class InOrder(AsTuple):
     """Hands gradients out all at once, in one order whatever the batch; its first argument wants a gradient as well.
 
-    ZeRO-2 puts them into buckets in the order in which autograd reaches the weights, and exchanges buckets as they are: a
-    process whose batch is empty takes another path through autograd, and its neighbours' buckets would get its
+    ZeRO-2 puts them into buckets in the order in which autograd reaches the weights, and exchanges buckets as they are:
+    a process whose batch is empty takes another path through autograd, and its neighbours' buckets would get its
     gradients of other weights. ZeRO-3 takes a leaf's backward pass as over once its inputs have their gradients, and at
     its begin where none wants one: it would exchange zeros.
     """
 
     def compute(self, *args: Any) -> TTTOutput:
-        anchor, *args = args
+        anchor, *others = args
         trained = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
         _, *values = _Together.apply(anchor, *trained.values())
         output: TTTOutput = torch.func.functional_call(
-            self.module, dict(zip(trained, values, strict=True)), tuple(args)
+            self.module, dict(zip(trained, values, strict=True)), tuple(others)
         )
         return output
 
