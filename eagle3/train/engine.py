@@ -81,23 +81,28 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
     return accelerator
 
 
-def make_engine(accelerator: Accelerator) -> Engine:
-    """The engine that an accelerator was launched for; it is not prepared yet."""
+def make_engine(accelerator: Accelerator, mixed_precision: str) -> Engine:
+    """The engine that an accelerator was launched for; it is not prepared yet.
+
+    Args:
+        mixed_precision: the one that the accelerator was made with.
+    """
+    bf16 = mixed_precision == "bf16"
     if accelerator.distributed_type == DistributedType.FSDP:
-        return FullySharded(accelerator)
+        return FullySharded(accelerator, bf16)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return Zero(accelerator, int(accelerator.state.deepspeed_plugin.zero_stage))
-    return Replicated(accelerator)
+        return Zero(accelerator, bf16, int(accelerator.state.deepspeed_plugin.zero_stage))
+    return Replicated(accelerator, bf16)
 
 
 def describe(engine: Engine, accelerator: Accelerator) -> list[str]:
     """Lines that say which engine, processes, device and precision are active."""
-    precision = "bf16 autocast, float32 weights" if accelerator.mixed_precision == "bf16" else "float32"
+    precision = "bf16 autocast, float32 weights" if engine.bf16 else "float32"
     lines = [
         f"engine: {_NAMES[engine.active()]} ({accelerator.distributed_type.value}), {accelerator.num_processes} "
         f"process(es), device {accelerator.device.type}, {precision}"
     ]
-    if accelerator.mixed_precision == "bf16" and accelerator.device.type == "cpu":
+    if engine.bf16 and accelerator.device.type == "cpu":
         lines.append("note: on a CPU mixed_precision=no is usually faster than bf16")
     return lines
 

@@ -95,7 +95,7 @@ class Trainer:
         self.total_steps = min(self.epoch_ends[-1], config.max_steps or self.epoch_ends[-1])
         lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
         self.head = replace(setup.head, lm_head=lm_head, norm_weight=norm_weight)
-        self.engine = make_engine(accelerator) if engine is None else engine
+        self.engine = make_engine(accelerator, config.mixed_precision) if engine is None else engine
         self.state = self._prepare(checkpoint)
         raise_problems(check_active(self.engine))
         self.setup, self.resumed = setup, checkpoint is not None

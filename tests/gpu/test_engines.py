@@ -39,10 +39,12 @@ LABELS = {
 ENGINES = list(LABELS)
 NO_TERM: tuple[int, Span] = (8, (7, 8))
 ANSWERS = [(5, (2, 5)), (16, (1, 16)), NO_TERM, (6, (3, 6)), (14, (2, 5)), (9, (2, 9)), (30, (4, 30))] * 3
+WIDE = {"head_dim": 64, "intermediate_size": 64}
 CASES: dict[str, dict[str, object]] = {
     "a1": {},
     "a2": {"accumulate": 2},
-    "bf16": {"accumulate": 2, "mixed_precision": "bf16", "draft": {"head_dim": 64, "intermediate_size": 64}},
+    "wide": {"accumulate": 2, "draft": WIDE},
+    "bf16": {"accumulate": 2, "mixed_precision": "bf16", "draft": WIDE},
 }
 
 
@@ -136,6 +138,10 @@ def test_bf16_is_autocast_over_float32_weights_and_moments(folder: Path, engine:
         for path in (run, folder / "single" / "bf16")
     )
     assert mine == pytest.approx(theirs, rel=0.02)
+    exact = [record["loss"] for record in records(folder / engine / "wide") if record["kind"] == "train"]
+    assert mine != pytest.approx(exact, abs=1e-4)
+    (start,) = read_json(run / "provenance.json", "provenance")["starts"]
+    assert start["engine"].startswith(f"engine: {LABELS[engine]}, device cuda, bf16 autocast, float32 weights")
     for name in ("draft.safetensors", "optimizer.safetensors"):
         assert {value.dtype for value in load_file(list_checkpoints(run)[-1] / name).values()} == {torch.float32}
 

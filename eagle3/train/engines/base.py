@@ -53,10 +53,12 @@ class Engine(Ranks, Protocol):
 
     Attributes:
         name: of its file in configs/accelerate, without .yaml.
+        bf16: whether the drafter computes in bfloat16, under autocast.
         module: the drafter with its loss. Its parameters may be shards, but within `whole`.
     """
 
     name: str
+    bf16: bool
     module: TTTLoss
 
     @property

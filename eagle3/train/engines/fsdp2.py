@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -38,16 +37,12 @@ class FullySharded(OfAccelerator):
 
     name = "fsdp2"
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
-        self._bf16 = accelerator.mixed_precision == "bf16"
-
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
         refuse_rounded_moments(self.name, optim)
         self.module, self._kind = module.to(self.device), optim.moments
         for value in (*module.parameters(), *module.buffers()):
             dist.broadcast(value.data, 0)
-        self._root = AsTuple(module, self._bf16)
+        self._root = AsTuple(module, self.bf16)
         fully_shard(
             self._root,
             mesh=init_device_mesh(self.device.type, (self.num_processes,)),
@@ -65,7 +60,7 @@ class FullySharded(OfAccelerator):
         return self.name if sharded else f"{type(self._root).__name__} with weights that are not sharded"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return bf16_autocast(self.device, self._bf16)
+        return bf16_autocast(self.device, self.bf16)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

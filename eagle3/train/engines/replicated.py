@@ -19,10 +19,14 @@ from eagle3.train.optim import make_optimizer, set_learning_rate
 
 
 class OfAccelerator:
-    """What every engine leaves to the accelerator; see `Ranks`."""
+    """What every engine leaves to the accelerator; see `Ranks`.
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    Args:
+        bf16: see `Engine`; under DeepSpeed an accelerator's own precision is DeepSpeed's.
+    """
+
+    def __init__(self, accelerator: Accelerator, bf16: bool) -> None:
+        self.accelerator, self.bf16 = accelerator, bf16
 
     @property
     def device(self) -> torch.device:
@@ -43,8 +47,8 @@ class OfAccelerator:
 class Replicated(OfAccelerator):
     """See `eagle3.train.engines.base.Engine`."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Accelerator, bf16: bool) -> None:
+        super().__init__(accelerator, bf16)
         self.name = "single" if accelerator.num_processes == 1 else "ddp"
 
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:

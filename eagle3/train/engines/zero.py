@@ -37,11 +37,10 @@ class Zero(OfAccelerator):
         stage: 2 or 3.
     """
 
-    def __init__(self, accelerator: Accelerator, stage: int) -> None:
+    def __init__(self, accelerator: Accelerator, bf16: bool, stage: int) -> None:
         assert stage in (2, 3)
-        super().__init__(accelerator)
+        super().__init__(accelerator, bf16)
         self.stage, self.name = stage, f"deepspeed_zero{stage}"
-        self._bf16 = accelerator.mixed_precision == "bf16"
 
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
         import deepspeed
@@ -49,7 +48,7 @@ class Zero(OfAccelerator):
         refuse_rounded_moments(self.name, optim)
         self.module = module.to(self.device)
         _hide_embedding(module)
-        root = InOrder(module, self._bf16)
+        root = InOrder(module, self.bf16)
         if self.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(root, [InOrder])
         optimizer = make_optimizer(module.model, optim, fused=self.device.type == "cuda")
@@ -83,7 +82,7 @@ class Zero(OfAccelerator):
         return f"deepspeed_zero{int(self._engine.zero_optimization_stage())}"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return bf16_autocast(self.device, self._bf16)
+        return bf16_autocast(self.device, self.bf16)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:

@@ -36,9 +36,8 @@ def main(folder: Path, name: str) -> None:
 
 
 def make(name: str, accelerator: Accelerator, config: TrainConfig) -> Engine:
-    engine = FullySharded(accelerator) if name == "fsdp2" else Zero(accelerator, int(name[-1]))
-    engine._bf16 = config.mixed_precision == "bf16"  # an accelerator's precision is the process's
-    return engine
+    bf16 = config.mixed_precision == "bf16"
+    return FullySharded(accelerator, bf16) if name == "fsdp2" else Zero(accelerator, bf16, int(name[-1]))
 
 
 def train(config: TrainConfig, accelerator: Accelerator, engine: Engine) -> str:
