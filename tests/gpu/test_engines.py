@@ -139,6 +139,7 @@ def test_bf16_is_autocast_over_float32_weights_and_moments(folder: Path, engine:
     )
     assert mine == pytest.approx(theirs, rel=0.02)
     exact = [record["loss"] for record in records(folder / engine / "wide") if record["kind"] == "train"]
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-3)
     assert mine != pytest.approx(exact, abs=1e-4)
     (start,) = read_json(run / "provenance.json", "provenance")["starts"]
     assert start["engine"].startswith(f"engine: {LABELS[engine]}, device cuda, bf16 autocast, float32 weights")
