@@ -56,6 +56,8 @@ _DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("none", "offload_param_device"),
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": ("false", "zero3_init_flag"),
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("none", "deepspeed_config_file"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "gradient_accumulation_steps"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("none", "gradient_clipping"),
 }
 """Variables of `accelerate launch`: the value that is done here, and the key that sets it in an accelerate config."""
 _LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")

@@ -47,10 +47,24 @@ def train(config: TrainConfig, accelerator: Accelerator, engine: Engine) -> str:
     checkpoint = find_resume_point(Path(config.output), config, setup, accelerator.num_processes)
     accelerator.wait_for_everyone()
     try:
-        Trainer(config, setup, accelerator, checkpoint, engine).train()
+        trainer = Trainer(config, setup, accelerator, checkpoint, engine)
     except ProblemsError as error:
         return str(error)
+    try:
+        trainer.train()
+    except ProblemsError as error:
+        if "gradient norm of step 1 " in str(error):
+            assert unchanged(trainer), "a weight has changed"
+        return str(error)
     return engine.active()
+
+
+def unchanged(trainer: Trainer) -> bool:
+    """Whether the weights are those to begin with; asked on every rank."""
+    with trainer.engine.whole():
+        now = {name: value.detach().clone() for name, value in trainer.module.model.trainable_state().items()}
+    before = make_setup(trainer.config, trainer.accelerator.num_processes).module.model.trainable_state()
+    return all(torch.equal(now[name], value) for name, value in before.items())
 
 
 if __name__ == "__main__":

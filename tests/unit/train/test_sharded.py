@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.config import ServeConfig, TrainConfig, build_config, dump_config
+from eagle3.data.store import StoredSample
+from eagle3.errors import ProblemsError
 from eagle3.files import read_json
 from eagle3.serve.export import export_run
 from eagle3.train.checkpoint import list_checkpoints
@@ -47,6 +50,11 @@ def config_for(folder: Path, case: str, run: str, values: dict[str, object], nam
     return train_config(folder / "stores" / case, folder / run / (name or case), **{**defaults, **values})
 
 
+def steep(sample: StoredSample) -> StoredSample:
+    """The loss is finite and its gradient is not: the norms' squares overflow."""
+    return replace(sample, aux_hidden_states=sample.aux_hidden_states * 1e30) if sample.id == "s01" else sample
+
+
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds every case's run by one process under `one`."""
@@ -56,6 +64,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_random_store(folder / "stores" / case, answers)
         run_training(config_for(folder, case, "one", {**values, **single}))
     write_random_store(folder / "stores" / "not_finite", [(8, (2, 8))] * 4, change=overflowing)
+    write_random_store(folder / "stores" / "steep", [(8, (2, 8))] * 2, change=steep)
     return folder
 
 
@@ -78,6 +87,7 @@ def engine(request: pytest.FixtureRequest, single: Path) -> str:
     shutil.copytree(single / "one" / "accumulated", single / name / "resumed")
     shutil.rmtree(list_checkpoints(single / name / "resumed")[-1])
     write("not_finite", config_for(single, "not_finite", name, {}))
+    write("steep", config_for(single, "steep", name, {}))
     rounded = {"optim": {**CONSTANT, "moments": "bfloat16"}}
     write("rounded", config_for(single, "plain", name, rounded, "rounded"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -163,6 +173,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both(single: Path, engine: 
     messages = outcomes(single, engine)["not_finite"]
     assert messages[0] == messages[1]
     assert "train.not_finite" in messages[0]
+
+
+def test_a_gradient_that_is_not_finite_stops_both_before_a_weight_changes(single: Path, engine: str) -> None:
+    with pytest.raises(ProblemsError, match="the gradient norm of step 1 "):
+        run_training(config_for(single, "steep", "one", {"batch_size": 2}, f"steep-{engine}"))
+    messages = outcomes(single, engine)["steep"]
+    assert messages[0] == messages[1]
+    assert "the gradient norm of step 1 " in messages[0] and "s01" in messages[0]
 
 
 def test_narrow_moments_are_refused_by_name(single: Path, engine: str) -> None:
