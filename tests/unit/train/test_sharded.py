@@ -39,7 +39,11 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
     "fault_16": ([(4, (1, 3)), (6, (1, 6))], {"max_steps": 1}, {"batch_size": 2}),
     "nothing": ([(8, (2, 8)), NO_TERM, NO_TERM, NO_TERM], {"epochs": 2}, {"batch_size": 2}),
     "held_out": (MIXED, {**STEPS, "eval_fraction": 0.3, "eval_every": 3, "accumulate": 2}, {"batch_size": 2}),
-    "normed": (MIXED, {**STEPS, "draft": {"norm_before_fc": True, "fc_norm": True}}, {"batch_size": 2}),
+    "normed": (
+        MIXED,
+        {**STEPS, "draft": {"norm_before_fc": True, "fc_norm": True, "intermediate_size": 25}},
+        {"batch_size": 2},
+    ),
 }
 ENGINES = ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"]
 
