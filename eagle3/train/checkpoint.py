@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from eagle3.config import Moments
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
-from eagle3.train.moments import moment_layout
+from eagle3.train.moments import Layout, moment_layout
 
 FORMAT = "eagle3-checkpoint"
 FORMAT_VERSION = 1
@@ -167,6 +167,7 @@ def load_optimizer_tensors(
     moments: Moments,
     updates: int,
     folder: Path = Path(),
+    place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, value: value,
 ) -> None:
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
@@ -174,22 +175,47 @@ def load_optimizer_tensors(
         moments: how this optimizer stores its moments.
         updates: steps that it took; 0: there is no state yet.
         folder: of the checkpoint, for messages.
+        place: what is kept of a parameter's whole tensor, such as a shard.
 
     Raises:
-        ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
-            and counts of other steps.
+        ProblemsError: see `check_optimizer_tensors`.
     """
     if not tensors and not updates:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    layouts = [
-        {"step": (torch.Size(), torch.float32), **moment_layout(parameter.shape, moments)} for parameter in parameters
-    ]
+    shapes = {names[parameter]: parameter.shape for parameter in parameters}
+    layouts = check_optimizer_tensors(shapes, tensors, moments, updates, folder)
+    state: dict[int, Any] = {
+        index: {
+            moment: place(parameter, tensors[f"{names[parameter]}.{moment}"]) for moment in layouts[names[parameter]]
+        }
+        for index, parameter in enumerate(parameters)
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_optimizer_tensors(
+    shapes: Mapping[str, torch.Size],
+    tensors: Mapping[str, Tensor],
+    moments: Moments,
+    updates: int,
+    folder: Path,
+) -> dict[str, Layout]:
+    """What each parameter's state consists of, its count of steps included.
+
+    Args:
+        shapes: of the trained parameters, by name.
+
+    Raises:
+        ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
+            and counts of other steps.
+    """
+    layouts: dict[str, Layout] = {
+        name: {"step": (torch.Size(), torch.float32), **moment_layout(shape, moments)} for name, shape in shapes.items()
+    }
     expected = {
-        f"{names[parameter]}.{moment}": _described(*form)
-        for parameter, layout in zip(parameters, layouts, strict=True)
-        for moment, form in layout.items()
+        f"{name}.{moment}": _described(*form) for name, layout in layouts.items() for moment, form in layout.items()
     }
     found = {name: _described(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     wrong = [
@@ -203,11 +229,7 @@ def load_optimizer_tensors(
     if wrong:
         message = f"not {moments} moments of this model: {'; '.join(wrong)}"
         raise problem_error(str(folder / OPTIMIZER_FILE), "checkpoint.moments", message, _fix(folder))
-    state: dict[int, Any] = {
-        index: {moment: tensors[f"{names[parameter]}.{moment}"] for moment in layout}
-        for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True))
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return layouts
 
 
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:

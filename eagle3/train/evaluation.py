@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from eagle3.data.loader import collate
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.ttt import TTTLoss, count_terms
 from eagle3.evaluate.acceptance import acceptance
+from eagle3.train.engines.base import Ranks
 from eagle3.train.samples import SampleSet
 from eagle3.train.window import make_totals
 
@@ -39,15 +39,14 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    module: TTTLoss, head: TargetHead, samples: SampleSet, batch_size: int, accelerator: Accelerator
-) -> Evaluation:
+def evaluate(module: TTTLoss, head: TargetHead, samples: SampleSet, batch_size: int, accelerator: Ranks) -> Evaluation:
     """Evaluates the drafter; call it on every rank.
 
     Args:
-        module: the drafter with its loss, not wrapped, on the accelerator's device.
+        module: the drafter with its loss, not wrapped and with whole parameters, on the engine's device.
         samples: held-out samples.
         batch_size: rows of a forward pass.
+        accelerator: the run's engine, or an `Accelerator`.
     """
     share = samples.indices[accelerator.process_index :: accelerator.num_processes]
     loss_parts = torch.zeros(4, module.ttt.steps, dtype=torch.float64, device=accelerator.device)
@@ -76,7 +75,7 @@ def _batches(samples: SampleSet, share: list[int], batch_size: int) -> Iterator[
             yield collate(rows, samples.max_length)
 
 
-def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerator: Accelerator) -> torch.Tensor:
+def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerator: Ranks) -> torch.Tensor:
     """float64 [4, K]: the fields of `Totals`."""
     with accelerator.autocast():
         counts = count_terms(batch, head, module.vocab, module.ttt)
@@ -86,7 +85,7 @@ def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerato
 
 
 def _acceptance_counts(
-    module: TTTLoss, samples: SampleSet, share: list[int], accelerator: Accelerator
+    module: TTTLoss, samples: SampleSet, share: list[int], accelerator: Ranks
 ) -> tuple[int, int, int]:
     """(rounds, committed tokens, accepted drafts) over all ranks."""
     counts = torch.zeros(3, dtype=torch.int64, device=accelerator.device)

@@ -19,6 +19,7 @@ from eagle3.draft.fused.memory import Types
 from eagle3.draft.states import FP8
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import is_url, size_text
+from eagle3.train.engine import asked_for
 from eagle3.train.float8 import check_float8
 from eagle3.train.memory import Run, evaluation_bytes
 from eagle3.train.samples import Samples
@@ -92,12 +93,13 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         device_memory: of the card, in GiB; None asks the first GPU.
 
     Raises:
-        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.device`: this is not modelled; `plan.processes`;
-            `train.float8`: a product cannot be made; whatever is wrong with the dataset or the drafter's shape.
+        ProblemsError: kinds `plan.autograd`, `plan.precision`, `plan.engine`, `plan.device`: this is not modelled;
+            `plan.processes`; `train.float8`: a product cannot be made; whatever is wrong with the dataset or the
+            drafter's shape.
     """
     card, problems = find_card(device_memory)
     processes, wrong = find_processes(os.environ)
-    raise_problems(_not_modelled(config) + problems + wrong, "cannot plan")
+    raise_problems(_not_modelled(config) + _other_engine(os.environ) + problems + wrong, "cannot plan")
     assert card is not None
     if config.ring is not None:  # a plan waits for nobody
         config = config.model_copy(update={"ring": config.ring.model_copy(update={"wait_seconds": _RING_SECONDS})})
@@ -178,6 +180,14 @@ def _not_modelled(config: TrainConfig) -> list[Problem]:
         )
         problems.append(Problem("mixed_precision", "plan.precision", message, "pass mixed_precision=bf16"))
     return problems
+
+
+def _other_engine(environment: Mapping[str, str]) -> list[Problem]:
+    message = "asks for {}: only what one process or DDP takes is modelled, which is more"
+    fix = "plan with configs/accelerate/ddp.yaml; docs/training.md says what shards save"
+    return [
+        Problem("accelerate config", "plan.engine", message.format(engine), fix) for engine in asked_for(environment)
+    ]
 
 
 def _evaluation(run: Run, samples: Samples) -> int:

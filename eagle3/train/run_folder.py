@@ -41,6 +41,9 @@ _MAY_CHANGE = {
 }
 """Config keys that a resumed run may change: a dataset is recognised by its content, wherever it lies."""
 
+_DIVISION = {"batch_size", "accumulate"}
+"""Keys that divide a step's rows among micro-batches; they and the number of processes may change together."""
+
 
 def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: int) -> Path | None:
     """The checkpoint to go on from; None for a folder that is new or has none yet. Writes nothing.
@@ -56,12 +59,15 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
     if not (run / CONFIG_FILE).exists():
         message = f"is not empty and has no {CONFIG_FILE}: not a run"
         raise problem_error(str(run), "run.not_a_run", message, "choose another output folder")
-    problems = _config_differences(load_config(TrainConfig, run / CONFIG_FILE), config, run)
+    stored, checkpoints = load_config(TrainConfig, run / CONFIG_FILE), list_checkpoints(run)
+    state = load_state(checkpoints[-1]) if checkpoints else None
+    same_steps = state is None or _same_steps(stored, state.processes, config, processes)
+    divisible = state is not None and same_steps and stored.ring is None
+    problems = _config_differences(stored, config, run, _DIVISION if divisible else set())
     if (run / CONTRACT_FILE).exists():
         problems += WiringContract.load(run).compare(setup.contract, f"run {run}", "this start")
-    checkpoints = list_checkpoints(run)
-    if checkpoints:
-        problems += _state_differences(load_state(checkpoints[-1]), setup, processes, run)
+    if state is not None:
+        problems += _state_differences(state, setup, processes, same_steps, run)
     raise_problems(problems, f"cannot resume {run}")
     return checkpoints[-1] if checkpoints else None
 
@@ -95,7 +101,18 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
     write_json_atomic(run / PROVENANCE_FILE, provenance)
 
 
-def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> list[Problem]:
+def _same_steps(stored: TrainConfig, before: int, given: TrainConfig, now: int) -> bool:
+    """Whether each step has the same samples: its rows depend on this product only (`eagle3.data.loader.BatchPlan`)."""
+    if stored.ring is not None:
+        return before == now
+    rows = [config.batch_size * config.accumulate * count for config, count in ((stored, before), (given, now))]
+    return rows[0] == rows[1]
+
+
+def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path, free: set[str]) -> list[Problem]:
+    """Args:
+    free: keys that may change besides `_MAY_CHANGE`.
+    """
     mine, theirs = _flat(stored), _flat(given)
     used = stored.model_dump().keys() & given.model_dump().keys()  # without what `batch_tokens` replaces
     fix = "use the config of that run, or another output folder"
@@ -107,7 +124,7 @@ def _config_differences(stored: TrainConfig, given: TrainConfig, run: Path) -> l
             fix,
         )
         for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE and key.partition(".")[0] in used
+        if mine.get(key) != theirs.get(key) and key not in _MAY_CHANGE | free and key.partition(".")[0] in used
     ]
 
 
@@ -115,11 +132,16 @@ def _shown(value: object) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _state_differences(state: TrainState, setup: Setup, processes: int, run: Path) -> list[Problem]:
+def _state_differences(state: TrainState, setup: Setup, processes: int, same_steps: bool, run: Path) -> list[Problem]:
     problems = []
-    if state.processes != processes:
-        message = f"was trained by {state.processes} processes, this start has {processes}"
-        fix = f"start {state.processes} processes, or use another output folder"
+    if not same_steps and state.processes != processes:
+        message = (
+            f"was trained by {state.processes} processes, this start has {processes}: its steps would have other rows"
+        )
+        fix = (
+            f"start {state.processes} processes, or change batch_size or accumulate so that batch_size x accumulate x "
+            "processes stays the same (not in a ring), or use another output folder"
+        )
         problems.append(Problem(str(run), "run.other_processes", message, fix))
     if state.data_digest != setup.samples.digest:
         message = "the dataset or eval_dataset holds other samples than when the run began"

@@ -31,15 +31,14 @@ from eagle3.train.checkpoint import (
     TrainState,
     checkpoint_name,
     load_checkpoint,
-    load_optimizer_tensors,
-    optimizer_tensors,
     remove_old_checkpoints,
     save_checkpoint,
 )
-from eagle3.train.engine import describe, make_accelerator
+from eagle3.train.engine import check_active, describe, make_accelerator, make_engine
+from eagle3.train.engines.base import Engine
 from eagle3.train.evaluation import evaluate
 from eagle3.train.float8 import check_float8
-from eagle3.train.optim import learning_rate, make_optimizer, set_learning_rate
+from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
 from eagle3.train.setup import Setup, make_setup
@@ -64,12 +63,13 @@ def run_training(config: TrainConfig) -> TrainResult:
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        lines = [*describe(accelerator), *setup.notes]
-        lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
-        print("\n".join(lines), file=sys.stderr)
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
-        result = Trainer(config, setup, accelerator, checkpoint).train()
+        trainer = Trainer(config, setup, accelerator, checkpoint)
+        if accelerator.is_main_process:
+            lines = [*describe(trainer.engine, accelerator), *setup.notes]
+            lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
+            print("\n".join(lines), file=sys.stderr)
+        result = trainer.train()
     accelerator.end_training()
     return result
 
@@ -77,20 +77,27 @@ def run_training(config: TrainConfig) -> TrainResult:
 class Trainer:
     """One run from its start, or from a checkpoint, to its last step."""
 
-    def __init__(self, config: TrainConfig, setup: Setup, accelerator: Accelerator, checkpoint: Path | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        setup: Setup,
+        accelerator: Accelerator,
+        checkpoint: Path | None,
+        engine: Engine | None = None,
+    ) -> None:
+        """Args:
+        engine: default: the one that the accelerator was launched for.
+        """
         self.config, self.accelerator, self.module = config, accelerator, setup.module
         self.run, self.samples = Path(config.output), setup.samples
         self.feed = self.samples.train.feed(config, accelerator.num_processes)
         self.epoch_ends = list(accumulate(self.feed.epoch_steps))
         self.total_steps = min(self.epoch_ends[-1], config.max_steps or self.epoch_ends[-1])
-        optimizer = make_optimizer(self.module.model, config.optim, fused=accelerator.device.type == "cuda")
-        self.model, self.optimizer = accelerator.prepare(self.module, optimizer)
         lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
         self.head = replace(setup.head, lm_head=lm_head, norm_weight=norm_weight)
-        if checkpoint is None:
-            self.state = TrainState(0, 0, accelerator.num_processes, self.samples.digest)
-        else:
-            self.state = self._load(checkpoint)
+        self.engine = make_engine(accelerator, config.mixed_precision) if engine is None else engine
+        self.state = self._prepare(checkpoint)
+        raise_problems(check_active(self.engine))
         self.setup, self.resumed = setup, checkpoint is not None
         self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
         self.tracker: Tracker | None = None
@@ -137,16 +144,16 @@ class Trainer:
 
     def _step(self, window: Window, batches: list[DraftBatch], ahead: Ahead) -> str:
         """Trains on one window, begins the next and logs this one; returns a note for the progress bar."""
-        step = self.state.step + 1
+        step, engine = self.state.step + 1, self.engine
         rate = learning_rate(step, self.total_steps, self.config.optim)
-        totals = accumulate_window(self.model, self.module, batches, self.head, self.accelerator, ahead.begin)
+        totals = accumulate_window(engine.model, self.module, batches, self.head, engine, ahead.begin)
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
         self.since_line.end(self.feed.tokens(window))
         self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
         epoch = bisect_left(self.epoch_ends, step)
         if skipped:
-            self.optimizer.zero_grad()
+            engine.clear()
             self._log("skip", epoch=epoch, samples=self.feed.ids(window))
             return "skipped"
         loss = totals.loss(self.config.ttt.decay)
@@ -159,13 +166,8 @@ class Trainer:
     def _update(self, rate: float, totals: Totals, window: Window, step: int) -> float:
         """Clips and steps; returns the gradient's norm before clipping."""
         self._check_finite("loss", totals.loss(self.config.ttt.decay), window, step)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.config.optim.max_grad_norm))
-        self._check_finite("gradient norm", norm, window, step)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        max_norm = self.config.optim.max_grad_norm
+        return self.engine.update(rate, max_norm, lambda norm: self._check_finite("gradient norm", norm, window, step))
 
     def _check_finite(self, what: str, value: float, window: Window, step: int) -> None:
         if math.isfinite(value):
@@ -191,7 +193,8 @@ class Trainer:
         """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
         if self.samples.heldout is None:
             return False
-        found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.accelerator)
+        with self.engine.whole():
+            found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.engine)
         self._log("eval", **asdict(found))
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):
@@ -202,26 +205,30 @@ class Trainer:
     def _save(self) -> None:
         if self.samples.heldout is None:
             self.state = replace(self.state, best=Best(checkpoint_name(self.state.step), None, None))
+        weights, moments = self.engine.weights(), self.engine.moments()
         if self.accelerator.is_main_process:
-            moments = optimizer_tensors(self.optimizer, self.module.model)
-            save_checkpoint(self.run, self.module.model.trainable_state(), moments, self.state)
+            save_checkpoint(self.run, weights, moments, self.state)
             self._point_at_best()
             best = self.state.best
             remove_old_checkpoints(self.run, self.config.keep_checkpoints, best.checkpoint if best else None)
         self.accelerator.wait_for_everyone()
 
-    def _load(self, folder: Path) -> TrainState:
+    def _prepare(self, folder: Path | None) -> TrainState:
+        """Hands the drafter to the engine, as it begins or as a checkpoint has it."""
+        if folder is None:
+            self.engine.prepare(self.module, self.config.optim)
+            return TrainState(0, 0, self.accelerator.num_processes, self.samples.digest)
         checkpoint = load_checkpoint(folder)
         self.module.model.load_trainable_state(checkpoint.weights)
-        moments = self.config.optim.moments
-        updates = checkpoint.state.step - checkpoint.state.skipped
-        load_optimizer_tensors(self.optimizer, self.module.model, checkpoint.optimizer, moments, updates, folder)
-        return checkpoint.state
+        self.engine.prepare(self.module, self.config.optim)
+        state = replace(checkpoint.state, processes=self.accelerator.num_processes)
+        self.engine.load_moments(checkpoint.optimizer, state.step - state.skipped, folder)
+        return state
 
     def _open_run(self) -> Tracker:
         """Writes the run's files and opens its log."""
         origin = self.origin
-        start = {**provenance(), "step": self.state.step, "engine": describe(self.accelerator)[0]}
+        start = {**provenance(), "step": self.state.step, "engine": describe(self.engine, self.accelerator)[0]}
         write_run_files(self.run, self.config, self.setup, {**origin, "starts": [*origin.get("starts", []), start]})
         self._point_at_best()
         resumed_step = self.state.step if self.resumed else None

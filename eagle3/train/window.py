@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.loss import TargetHead
-from eagle3.draft.ttt import TermCounts, TTTLoss, count_terms
+from eagle3.draft.ttt import TermCounts, TTTLoss, TTTOutput, count_terms
+from eagle3.train.engines.base import Ranks
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Totals:
 
 
 def accumulate_window(
-    model: nn.Module,
+    model: Callable[..., TTTOutput],
     module: TTTLoss,
     batches: Sequence[DraftBatch],
     head: TargetHead,
-    accelerator: Accelerator,
+    accelerator: Ranks,
     meanwhile: Callable[[], None],
 ) -> Totals:
     """Adds up the gradients of a window, which are zero where it has no term on any rank.
@@ -64,10 +64,11 @@ def accumulate_window(
     Nothing waits for a GPU before the window's last batch is on its way there.
 
     Args:
-        model: `module` as the accelerator prepared it.
+        model: `module` as the engine prepared it.
         module: the drafter with its loss.
         batches: this rank's micro-batches, as many as on every other rank; they may be empty ones.
-        head: the target's head, on the accelerator's device.
+        head: the target's head, on the engine's device.
+        accelerator: the run's engine, or an `Accelerator`.
         meanwhile: called once the device has work of the window: what it does runs beside that.
     """
     device = accelerator.device
@@ -87,16 +88,16 @@ def accumulate_window(
 
 
 def _run_window(
-    model: nn.Module,
+    model: Callable[..., TTTOutput],
     batches: Sequence[DraftBatch],
     counts: Sequence[TermCounts],
     in_vocab: Tensor,
-    accelerator: Accelerator,
+    accelerator: Ranks,
     meanwhile: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Runs every micro-batch on every rank, so that all stay in step; gradients are exchanged after the last one.
 
-    DDP averages gradients over ranks; the loss is multiplied by their number, since `in_vocab` is global.
+    Every engine averages gradients over ranks; the loss is multiplied by their number, since `in_vocab` is global.
 
     Returns:
         (loss_sums, correct), float64 [K] each, summed over micro-batches and ranks.

@@ -213,6 +213,20 @@ def test_another_number_of_processes_is_refused(store: Path, tmp_path: Path) -> 
         run_training(config_for(store, tmp_path / "run"))
 
 
+def test_the_rows_of_a_step_may_be_divided_otherwise_when_resuming(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(5, patch)
+        run_training(config_for(store, tmp_path / "run"))
+    with pytest.raises(ProblemsError, match="batch_size is 2 there, 1 now"):
+        run_training(config_for(store, tmp_path / "run", batch_size=1))
+    run_training(config_for(store, tmp_path / "run", batch_size=1, accumulate=2))
+    run_training(config_for(store, tmp_path / "whole"))
+    mine, theirs = ([record["loss"] for record in read_log(tmp_path / run / "log.jsonl")] for run in ("run", "whole"))
+    assert mine == pytest.approx(theirs, abs=1e-5)
+
+
 def test_a_damaged_newest_checkpoint_is_refused_by_name_and_deleting_it_helps(store: Path, tmp_path: Path) -> None:
     run_training(config_for(store, tmp_path / "run"))
     run_training(config_for(store, tmp_path / "whole"))

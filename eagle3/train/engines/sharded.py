@@ -1,0 +1,43 @@
+"""What engines that shard have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from eagle3.config import OptimSection
+from eagle3.errors import problem_error
+
+
+def refuse_rounded_moments(engine: str, optim: OptimSection) -> None:
+    """Moments in 16 or 8 bits are laid out, scaled and rounded by place in whole parameters.
+
+    Raises:
+        ProblemsError: kind `train.engine_moments`.
+    """
+    if optim.moments == "float32":
+        return
+    message = (
+        f"optim.moments is {optim.moments}, whose blocks and rounding go by whole parameters, and {engine} has shards"
+    )
+    fix = "set optim.moments to float32, or launch with configs/accelerate/ddp.yaml"
+    raise problem_error("training config", "train.engine_moments", message, fix)
+
+
+def bf16_autocast(device: torch.device, wanted: bool) -> AbstractContextManager[Any]:
+    """Autocast to bfloat16, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
+
+
+def on_main(accelerator: Accelerator, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Takes tensors one at a time, on every process, and keeps them on the main process's CPU."""
+    kept = {}
+    for name, value in tensors:
+        if accelerator.is_main_process:
+            kept[name] = value.detach().cpu()
+    return kept
