@@ -70,11 +70,8 @@ class RingReader:
         check_ring_fingerprint(folder, self.ring)
         self._wait((folder / FINGERPRINT_FILE).exists, "its first shard", Event())
         self.fingerprint = self._read_fingerprint()
-        self.contract, self.settings, self.target_config = (
-            self.ring.contract,
-            self.ring.settings,
-            self.ring.target_config,
-        )
+        self.layout, self.contract = self.ring.layout, self.ring.contract
+        self.settings, self.target_config = self.ring.settings, self.ring.target_config
 
     def target_head(self) -> dict[str, torch.Tensor]:
         """`embed_tokens.weight` [V, H], `norm.weight` [H], and `lm_head.weight` [V, H] (the embedding, if tied)."""
