@@ -22,6 +22,7 @@ from eagle3.data.target_argmax import make_target_head
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.states import dequantize
 from eagle3.errors import Problem, raise_problems
+from eagle3.files import sha256_file
 
 _MIXED_UP = "if it is copied, verify the store that it is copied from; else report this: rows are mixed up"
 _ROWS = 8
@@ -31,12 +32,20 @@ _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "embed_tokens.weight", "norm.weight
 
 
 def stored_head(folder: Path, manifest: Manifest) -> TargetHead | None:
-    """The target's head of a store whose file of it is sound, on the CPU; None where a store has no greedy tokens, or
-    does not say the final norm's epsilon."""
-    eps = manifest.target_config.get("rms_norm_eps")
+    """The target's head of a store, on the CPU.
+
+    None where there is nothing to compare: the store has no greedy tokens, or does not say the final norm's epsilon; or
+    the head's file is not the manifest's to the last byte, so that sound shards might look wrong.
+    """
+    eps, path = manifest.target_config.get("rms_norm_eps"), folder / manifest.target_head.file
     if not manifest.layout.has_argmax or not isinstance(eps, int | float):
         return None
-    with safe_open(folder / manifest.target_head.file, "pt") as file:
+    try:
+        if sha256_file(path) != manifest.target_head.sha256:
+            return None
+    except OSError:  # whoever reads all files names it
+        return None
+    with safe_open(path, "pt") as file:
         wanted = (_HEAD if _HEAD in file.keys() else _EMBEDDING, _NORM)  # noqa: SIM118 (no mapping)
         tensors = {name: file.get_tensor(name) for name in wanted}
     return make_target_head(tensors, manifest.target_config, manifest.contract.last_hidden_states)

@@ -48,8 +48,9 @@ def with_argmax(sample: StoredSample, layout: StoreLayout, head: TargetHead) -> 
     if not layout.has_argmax or sample.target_argmax is not None:
         return sample
     rows = sample.last_hidden_states if layout.last_rows == "all" else sample.supervised_last
-    argmax = greedy_tokens(rows.to(head.lm_head.device, layout.value_dtype), head)
-    return replace(sample, target_argmax=argmax.cpu().int())
+    device = head.lm_head.device  # which gets a block at a time, as `greedy_tokens` takes them anyway
+    blocks = [greedy_tokens(block.to(device, layout.value_dtype), head).cpu() for block in rows.split(BLOCK_ROWS)]
+    return replace(sample, target_argmax=torch.cat(blocks).int())
 
 
 def make_target_head(tensors: Mapping[str, torch.Tensor], target_config: Mapping[str, Any], kind: str) -> TargetHead:

@@ -96,9 +96,9 @@ class ShardSink:
         parts: the shards to fill; rows of the chunk between them are already in the store.
         layout: of the store.
         stage: how rows come to the CPU, see `stager`.
+        head: puts the target's head on the walk's device, see `ArgmaxRows`.
         fingerprint: what picks the store's fingerprint, if this chunk makes it.
         most_waiting: blocks of 64 MiB that may wait for the disk.
-        head: puts the target's head on the walk's device, see `ArgmaxRows`.
     """
 
     def __init__(

@@ -17,13 +17,13 @@ from eagle3.data.store_fingerprint import OtherStates
 from eagle3.data.store_layout import StoreLayout
 from eagle3.data.target_argmax import make_target_head, with_argmax
 from eagle3.draft.loss import TargetHead
+from eagle3.errors import problem_error
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.target.capture import shards_by_size
 from eagle3.target.plan import ExtractPlan
 from eagle3.target.resolve import TargetFiles, pick_device
 from eagle3.target.shares import local_device
-from eagle3.target.streaming.memory import explained_memory
 from eagle3.wiring.contract import WiringContract
 
 Make = Callable[[Sequence[int]], Iterable[tuple[int, StoredSample]]]
@@ -134,21 +134,29 @@ def origin(cfg: ExtractConfig | ImportConfig, told: Mapping[str, Any] | None = N
 
 def completing(plan: StorePlan, target_head: Mapping[str, torch.Tensor]) -> Complete:
     """Gives a sample that has no greedy tokens those of its states, on `target.device`, where the head is put for the
-    first one that needs it; always there, since another device might round otherwise."""
+    first one that needs it; always there, since another device might round otherwise.
+
+    Raises:
+        ProblemsError: the first use, kind `target.device`; any, kind `target.memory`, the device has no room for it.
+    """
 
     @cache
     def head() -> TargetHead:
         device = pick_device(local_device(plan.cfg.target.device))
         names = ["lm_head.weight" if "lm_head.weight" in target_head else "embed_tokens.weight", "norm.weight"]
-        with explained_memory():
-            moved = {name: target_head[name].to(device) for name in names}
+        moved = {name: target_head[name].to(device) for name in names}
         return make_target_head(moved, plan.files.text_config, plan.contract.last_hidden_states)
 
     def complete(sample: StoredSample) -> StoredSample:
         if not plan.layout.has_argmax or sample.target_argmax is not None:
             return sample
-        with explained_memory():
+        try:
             return with_argmax(sample, plan.layout, head())
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+            message = f"the device has no room for the target's head, which finds the greedy tokens: {reason:.200}"
+            fix = "end what else uses the device, or set target.device=cpu, which is slower"
+            raise problem_error("target.device", "target.memory", message, fix) from error
 
     return complete
 

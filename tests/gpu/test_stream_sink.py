@@ -12,6 +12,7 @@ from eagle3.data.chat import TokenSample
 from eagle3.data.loader import BatchPlan, collate, load_windows
 from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store import StoreReader
+from eagle3.data.target_argmax import BLOCK_ROWS, greedy_tokens
 from eagle3.draft.loss import TargetHead
 from eagle3.target.stream_sink import Part, ShardSink, stager
 from tests.unit.data.cases import HIDDEN, VOCAB, contract, layout, sample, writer
@@ -96,3 +97,17 @@ def test_batches_on_the_gpu_hold_what_the_store_holds(tmp_path: Path, dtype: str
         moved = batch.to("cuda")
         assert torch.equal(moved.aux_rows(places.cuda()).cpu(), expected.aux_rows(places))
         assert torch.equal(moved.last_rows(places.cuda()).cpu(), expected.last_rows(places))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_tokens_on_the_gpu_are_the_first_of_the_largest_logits(dtype: torch.dtype) -> None:
+    """In 16 bits many are equal."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(40_000, HIDDEN, generator=generator).to("cuda", dtype)
+    target = TargetHead(head, torch.ones(HIDDEN, device="cuda"), eps=1e-6, kind="post_norm")
+    states = torch.randn(3000, HIDDEN, generator=generator).to("cuda", dtype)
+    found = greedy_tokens(states, target)
+    for begin in range(0, 3000, BLOCK_ROWS):
+        logits = target.logits(states[begin : begin + BLOCK_ROWS])
+        expected = (logits == logits.amax(-1, keepdim=True)).cpu().numpy().argmax(-1)
+        assert found[begin : begin + BLOCK_ROWS].tolist() == expected.tolist()

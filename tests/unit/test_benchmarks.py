@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,15 @@ def test_the_float8_benchmark_trains_with_and_without() -> None:
     for found in (plain, float8):
         assert len(found["losses"]) == 10 and found["losses"][-1] < 0.9 * found["losses"][0]
     assert abs(float8["losses"][-1] / plain["losses"][-1] - 1) < 0.05
+
+
+def test_the_scaling_benchmark_takes_whole_steps() -> None:
+    command = [sys.executable, "benchmarks/scaling.py", "--shape", "tiny", "--tokens", "96", "--repeats", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    lines = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    found = list(map(json.loads, lines.splitlines()))
+    assert [(line["engine"], line["processes"], line["accumulate"]) for line in found] == [
+        ("single", 1, 1),
+        ("single", 1, 4),
+    ]
+    assert all(line["tokens_per_second"] > 0 for line in found)

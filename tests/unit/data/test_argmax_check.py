@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3.data import argmax_check, store_writer
 from eagle3.data.argmax_check import stored_head
 from eagle3.data.store import StoredSample, verify
 from eagle3.data.store_format import Manifest, load_manifest
 from eagle3.data.store_layout import LastRows
+from eagle3.data.store_repair import repair
 from eagle3.data.target_argmax import greedy_tokens, make_target_head
 from eagle3.errors import ProblemsError
 from tests.rings import open_writer, ring_plan, ring_samples
@@ -143,3 +145,17 @@ def test_a_few_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(argmax_check.OpenShard, "rows", counted)
     write_random_store(tmp_path / "store", [(200, (2, 200))] * 4)
     assert rows == [1] * 16
+
+
+def test_a_damaged_head_does_not_make_sound_shards_look_wrong(tmp_path: Path) -> None:
+    """Else `data repair` would drop them all."""
+    folder = write_random_store(tmp_path / "store")
+    path = folder / "target_head.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
+    save_file(tensors, path)
+    if path.stat().st_size != load_manifest(folder).target_head.bytes:
+        pytest.fail("the sizes differ, so that the check of sizes finds it")
+    assert [(problem.kind, problem.where) for problem in verify(folder, deep=True)] == [("store.checksum", str(path))]
+    report = repair(folder, yes=True)
+    assert report.head and not report.dropped

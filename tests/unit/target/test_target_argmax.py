@@ -137,3 +137,16 @@ def test_a_walk_that_mixes_rows_up_lists_nothing(
     assert json.loads((tmp_path / "s" / "manifest.json").read_text())["shards"] == []
     run_extract(cfg)
     assert_greedy(target, StoreReader(tmp_path / "s"))
+
+
+def test_a_device_without_room_for_the_head_is_one_error(
+    tiny_target: Callable[[str], Path], old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.19 GiB.")
+
+    monkeypatch.setattr("eagle3.target.write.with_argmax", full)
+    with pytest.raises(ProblemsError, match="Tried to allocate") as error:
+        run_extract(again(tiny_target("llama"), old, tmp_path / "made", output_indices=[1, 3]))
+    assert [problem.kind for problem in error.value.problems] == ["target.memory"]
+    assert "target.device=cpu" in error.value.problems[0].fix
