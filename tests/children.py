@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from itertools import count
 
@@ -15,13 +16,26 @@ def in_a_child(action: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
-        torch.set_num_threads(1)  # a fork has none of its parent's threads
+        compute_alone()
         try:
             action()
             code = 0
         finally:
             os._exit(code)
     return child
+
+
+def compute_alone() -> None:
+    """For a fork, which has none of its parent's threads: OpenMP would wait for them, and counts its threads for each
+    Python thread anew."""
+    torch.set_num_threads(1)
+    run = threading.Thread.run
+
+    def run_alone(thread: threading.Thread) -> None:
+        torch.set_num_threads(1)
+        run(thread)
+
+    threading.Thread.run = run_alone  # type: ignore[method-assign]
 
 
 def killed(action: Callable[[], object], function: str, call: int) -> bool:

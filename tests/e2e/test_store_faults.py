@@ -31,6 +31,7 @@ from eagle3.data.store import StoredSample, StoreReader, verify
 from eagle3.data.store_format import load_manifest, shard_name
 from eagle3.errors import ProblemsError
 from eagle3.target.tiny import make_tiny_llama
+from tests.children import compute_alone
 from tests.unit.data.cases import sample, write_missing, writer
 from tests.unit.data.joint_cases import content, joint, write
 from tests.unit.target.cases import extract_config, write_conversations
@@ -82,7 +83,7 @@ class Child:
             code = 3
             try:
                 os.close(ready)
-                torch.set_num_threads(1)  # a fork has none of its parent's threads
+                compute_alone()
                 log = os.open(self._finished, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.write(begun, b"!")
                 # A killed process, unlike a machine, loses no page. The pause makes the work long enough to be hit.
