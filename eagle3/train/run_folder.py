@@ -104,7 +104,7 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
 
 
 def _same_steps(stored: TrainConfig, before: int, given: TrainConfig, now: int) -> bool:
-    """Whether each step has the same samples: its rows depend on this product only (`eagle3.data.loader.BatchPlan`)."""
+    """Whether each step has the same samples: its rows depend on this product only (`eagle3.data.batch_plan`)."""
     if stored.ring is not None:
         return before == now
     rows = [config.batch_size * config.accumulate * count for config, count in ((stored, before), (given, now))]
