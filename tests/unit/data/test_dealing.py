@@ -64,6 +64,11 @@ def test_the_busiest_rank_has_at_most_a_third_more_than_the_best_deal(costs: lis
     assert max(loads(dealt(costs, 1, ranks), costs)) * 3 * ranks <= limit
 
 
+def test_where_the_order_is_better_than_largest_first_it_stays() -> None:
+    """Largest first ends with 7 and 5."""
+    assert loads(dealt([2, 3, 2, 3, 2], 1, 2), [2, 3, 2, 3, 2]) == [6, 6]
+
+
 @given(costs_of, st.integers(1, 4))
 def test_one_rank_has_its_rows_in_order(costs: list[int], batch_size: int) -> None:
     window = dealt(costs, batch_size, 1)
