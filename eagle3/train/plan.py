@@ -110,7 +110,7 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         device = torch.device("cuda" if device_memory is None else "cpu")
         raise_problems(check_float8(run.draft, config.mixed_precision, device), "cannot train in float8")
     worst = find_worst(samples.train, config, run)
-    balance = balance_notes(samples.train.feed(config, processes, run.cost))
+    balance = balance_notes(samples.train.feed(config, processes, run.cost)) if processes > 1 else []
     evaluation = _evaluation(run, samples)
     most = _most_tokens(samples, config, run, card)
     problems = list(_too_large(config, card, worst.bound, evaluation, most))
