@@ -32,7 +32,9 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from eagle3.data.loader import BatchPlan, Window, load_windows
+from eagle3.data.batch_plan import BatchPlan
+from eagle3.data.dealing import Window
+from eagle3.data.loader import load_windows
 from eagle3.data.store import StoredSample, StoreReader, StoreWriter
 from eagle3.data.store_format import ShardInfo, load_manifest, save_manifest, shard_name
 from eagle3.data.store_layout import LastRows, StoreLayout

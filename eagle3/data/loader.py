@@ -1,4 +1,4 @@
-"""Which samples an optimiser step sees, and the batches that hold them.
+"""The batches that hold the samples of an optimiser step.
 
 Shapes: B rows, T tokens, L supervised ones, A aux layers, H target hidden.
 """
@@ -11,91 +11,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from random import Random
 
 import torch
 
-from eagle3.data.packing import pack_rows
+from eagle3.data.dealing import Row, Window
 from eagle3.data.row_reader import Part, Reading, RowReader, wait_for
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.planned import Planned, plan_batch
 
-Row = list[int]
-"""Sample indices that share one row."""
-MicroBatch = list[list[Row]]
-"""Rows of each rank; a rank's list may be empty."""
-Window = list[MicroBatch]
-"""Micro-batches of one optimiser step."""
 Begun = Callable[[], list[DraftBatch]]
 """Waits for a window that is being read: this rank's micro-batches."""
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """The order of samples: from seed and epoch alone, each sample once an epoch, short last windows kept.
-
-    The rows of a window depend on `batch_size * accumulate * world_size` only, so equivalent settings take the
-    same optimiser steps.
-
-    Attributes:
-        seed: of the order.
-        lengths: tokens of each sample; index i of the plan is sample i of this list.
-        max_length: longest sample, in tokens; longer ones count as cut.
-        batch_size: rows in a micro-batch on each rank.
-        accumulate: micro-batches in a window on each rank.
-        world_size: ranks.
-        pack: several samples in a row, as many as fit.
-        row_tokens: room of such a row, in tokens, at least `max_length`; None: `max_length`.
-    """
-
-    seed: int
-    lengths: Sequence[int]
-    max_length: int
-    batch_size: int = 1
-    accumulate: int = 1
-    world_size: int = 1
-    pack: bool = False
-    row_tokens: int | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimiser steps, the short last one included."""
-        return -(-len(self._rows(range(len(self.lengths)))) // self._window_rows)
-
-    def epoch(self, number: int) -> list[Window]:
-        """All windows of an epoch (0-based), in order."""
-        random = Random(f"{self.seed}:{number}")
-        order = list(range(len(self.lengths)))
-        random.shuffle(order)
-        rows = self._rows(order)
-        random.shuffle(rows)
-        size = self._window_rows
-        return [window_of(rows[i : i + size], self.batch_size, self.world_size) for i in range(0, len(rows), size)]
-
-    @property
-    def _window_rows(self) -> int:
-        return self.batch_size * self.accumulate * self.world_size
-
-    def _rows(self, order: Sequence[int]) -> list[Row]:
-        if not self.pack:
-            return [[index] for index in order]
-        lengths = [min(self.lengths[index], self.max_length) for index in order]
-        packed = pack_rows(lengths, self.row_tokens or self.max_length)
-        return [[order[place] for place in row] for row in packed]
-
-
-def window_of(rows: list[Row], batch_size: int, world_size: int) -> Window:
-    """Rows of one optimiser step, dealt to ranks and micro-batches."""
-    shares = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    shares += [[]] * (-len(shares) % world_size)
-    return [shares[i : i + world_size] for i in range(0, len(shares), world_size)]
-
-
-def places_of(window: Window) -> list[int]:
-    """Sample places of all ranks in a window."""
-    return [place for micro_batch in window for rows in micro_batch for row in rows for place in row]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from random import Random
 
-from eagle3.data.loader import Row, Window, places_of, window_of
+from eagle3.data.dealing import Row, Window, deal_in_order, places_of
 from eagle3.data.packing import pack_rows
 from eagle3.data.ring_format import RingPlan
 from eagle3.data.store_format import SampleInfo
@@ -20,7 +20,8 @@ from eagle3.data.store_format import SampleInfo
 
 @dataclass(frozen=True)
 class RingWindows:
-    """All optimiser steps of a run; each sample once an epoch, short last windows of an epoch kept.
+    """All optimiser steps of a run; each sample once an epoch, short last windows of an epoch kept. Rows are dealt to
+    ranks in order; `RingFeed` deals them by cost.
 
     Attributes:
         ring: the ring's plan.
@@ -111,7 +112,7 @@ class RingWindows:
             if shard.epoch == epoch:
                 rows += self._rows(number)
         size = self.batch_size * self.accumulate * self.world_size
-        return [window_of(rows[i : i + size], self.batch_size, self.world_size) for i in range(0, len(rows), size)]
+        return [deal_in_order(rows[i : i + size], self.batch_size, self.world_size) for i in range(0, len(rows), size)]
 
     def _rows(self, number: int) -> list[Row]:
         start = self.starts[number]

@@ -58,6 +58,8 @@ class TrainState:
         processes: ranks that trained.
         data_digest: digest of the training and held-out samples.
         best: best checkpoint so far; its name may be this checkpoint's own.
+        order: version of the order of samples, see `eagle3.data.batch_plan`; checkpoints from before it was written
+            have 1.
     """
 
     step: int
@@ -65,6 +67,7 @@ class TrainState:
     processes: int
     data_digest: str
     best: Best | None = None
+    order: int = 1
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def load_state(folder: Path) -> TrainState:
     """Reads `state.json` and holds the sizes of the other files against it; see `load_checkpoint`."""
     values = read_json(folder / STATE_FILE, "the state of a checkpoint")
+    if isinstance(values, dict):
+        values = {"order": 1, **values}
     expected = {"format", "format_version", "files", *(field.name for field in fields(TrainState))}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != FORMAT:
         message = f"does not hold exactly the keys {sorted(expected)} of {FORMAT}"
@@ -139,7 +144,8 @@ def load_state(folder: Path) -> TrainState:
     if problems:
         raise ProblemsError(problems)
     best = None if values["best"] is None else Best(**values["best"])
-    return TrainState(values["step"], values["skipped"], values["processes"], values["data_digest"], best)
+    step, order = values["step"], values["order"]
+    return TrainState(step, values["skipped"], values["processes"], values["data_digest"], best, order)
 
 
 def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
@@ -238,7 +244,9 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 
 def _wrong_values(values: Mapping[str, Any], folder: Path) -> list[str]:
     """Keys of `state.json` that hold what no run writes."""
-    wrong = [key for key in ("step", "skipped", "processes") if type(values[key]) is not int or values[key] < 0]
+    wrong = [
+        key for key in ("step", "skipped", "processes", "order") if type(values[key]) is not int or values[key] < 0
+    ]
     if not wrong and folder.name != checkpoint_name(values["step"]):
         wrong.append("step")
     if not isinstance(values["files"], dict) or set(values["files"]) != {WEIGHTS_FILE, OPTIMIZER_FILE}:

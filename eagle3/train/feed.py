@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle3.data.loader import BatchPlan, Begun, Window, begin_windows, places_of
+from eagle3.data.batch_plan import BatchPlan
+from eagle3.data.dealing import Window, places_of, rank_loads
+from eagle3.data.loader import Begun, begin_windows
 from eagle3.data.store import StoreReader
 from eagle3.data.store_layout import StoreLayout
 from eagle3.draft.config import TTTSettings
@@ -74,6 +76,14 @@ class Feed(Protocol):
         """All windows of an epoch, from 0."""
         ...
 
+    def epoch_in_order(self, number: int) -> list[Window]:
+        """The same with each window's rows dealt to ranks as they come, whatever they cost; for comparison."""
+        ...
+
+    def loads(self, window: Window) -> list[int]:
+        """What each rank has to do in a window; see `eagle3.draft.cost`."""
+        ...
+
     def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
         """Begins to read a window each time that it is asked for the next one; its batches are planned for `ttt`."""
         ...
@@ -132,6 +142,12 @@ class StoreFeed:
 
     def epoch(self, number: int) -> list[Window]:
         return self._plan.epoch(number)
+
+    def epoch_in_order(self, number: int) -> list[Window]:
+        return self._plan.epoch_in_order(number)
+
+    def loads(self, window: Window) -> list[int]:
+        return rank_loads(window, self._plan.cost)
 
     def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
         return begin_windows(self._reader, windows, self._indices, self._plan.max_length, rank, ttt=ttt)

@@ -13,6 +13,7 @@ import torch
 
 from eagle3.config import Moments
 from eagle3.draft.config import DraftConfig, TTTSettings
+from eagle3.draft.cost import Cost
 from eagle3.draft.fused.ledger import Entry, Ledger, Phase, span
 from eagle3.draft.fused.memory import Sizes, Types, copied_bytes, counted_bytes, head_parameters, step_ledger
 from eagle3.draft.model import DraftModel
@@ -48,6 +49,11 @@ class Run:
     def trained(self) -> int:
         """Parameters."""
         return self.draft.parameter_counts()["trainable"]
+
+    @property
+    def cost(self) -> Cost:
+        """What samples cost, by which they are dealt to processes."""
+        return Cost.of(self.draft, self.ttt)
 
     @cached_property
     def moment_bytes(self) -> int:

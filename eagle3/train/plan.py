@@ -19,6 +19,7 @@ from eagle3.draft.fused.memory import Types
 from eagle3.draft.states import FP8
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import is_url, size_text
+from eagle3.train.balance import balance_notes
 from eagle3.train.engine import asked_for
 from eagle3.train.float8 import check_float8
 from eagle3.train.memory import Run, evaluation_bytes
@@ -109,10 +110,11 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         device = torch.device("cuda" if device_memory is None else "cpu")
         raise_problems(check_float8(run.draft, config.mixed_precision, device), "cannot train in float8")
     worst = find_worst(samples.train, config, run)
+    balance = balance_notes(samples.train.feed(config, processes, run.cost)) if processes > 1 else []
     evaluation = _evaluation(run, samples)
     most = _most_tokens(samples, config, run, card)
     problems = list(_too_large(config, card, worst.bound, evaluation, most))
-    lines = [*_head_lines(config, run), *samples.notes, *_batch_lines(worst), *_table(worst)]
+    lines = [*_head_lines(config, run), *samples.notes, *balance, *_batch_lines(worst), *_table(worst)]
     lines += [f"no micro-batch can take more than {size_text(worst.bound)}"]
     if samples.heldout is not None:
         lines.append(f"an evaluation takes about {size_text(evaluation)}: every sample's attention scores at once")

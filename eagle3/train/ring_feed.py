@@ -16,7 +16,8 @@ from threading import Event
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Begun, Window, places_of, read_batches
+from eagle3.data.dealing import Row, Window, deal, places_of, rank_loads, rows_of
+from eagle3.data.loader import Begun, read_batches
 from eagle3.data.ring_folder import read_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
@@ -24,6 +25,7 @@ from eagle3.data.store import StoreReader
 from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
+from eagle3.draft.cost import Cost
 from eagle3.draft.planned import plan_batch
 from eagle3.errors import Problem, problem_error
 from eagle3.files import size_text
@@ -40,14 +42,15 @@ class RingSamples:
         """int64 [V]: occurrences of each target id at supervised positions."""
         return self.reader.supervised_counts()
 
-    def feed(self, config: TrainConfig, world_size: int) -> RingFeed:
-        assert config.ring is not None
-        assert self.steps.world_size == world_size
-        return RingFeed(self.reader, self.steps, config.ring.rewind)
-
-    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+    def feed(self, config: TrainConfig, world_size: int, cost: Cost) -> RingFeed:
         """See `TrainSamples`."""
-        return ring_windows(config, self.reader, world_size).windows
+        assert config.ring is not None
+        return RingFeed(self.reader, ring_windows(config, self.reader, world_size), config.ring.rewind, cost)
+
+    def windows(self, config: TrainConfig, world_size: int, cost: Cost) -> list[Window]:
+        """See `TrainSamples`."""
+        feed = self.feed(config, world_size, cost)
+        return [window for number in range(len(feed.epoch_steps)) for window in feed.epoch(number)]
 
     def info(self, place: int) -> SampleInfo:
         """See `TrainSamples`."""
@@ -119,10 +122,11 @@ class RingFeed:
         reader: the ring.
         windows: order and division of its samples.
         rewind: the ring may go back to shards that were released.
+        cost: of samples, whose supervised tokens the ring's plan says.
     """
 
-    def __init__(self, reader: RingReader, windows: RingWindows, rewind: bool) -> None:
-        self._reader, self._windows, self._rewind = reader, windows, rewind
+    def __init__(self, reader: RingReader, windows: RingWindows, rewind: bool, cost: Cost) -> None:
+        self._reader, self._windows, self._rewind, self._cost = reader, windows, rewind, cost
         self._saved = 0
 
     @property
@@ -130,7 +134,22 @@ class RingFeed:
         return [len(epoch) for epoch in self._windows.epochs]
 
     def epoch(self, number: int) -> list[Window]:
+        """See `Feed.epoch`. Only the dealing goes by cost: a window's rows are those of its shards, in order."""
+        return [self._dealt(rows_of(window)) for window in self._windows.epochs[number]]
+
+    def epoch_in_order(self, number: int) -> list[Window]:
         return self._windows.epochs[number]
+
+    def loads(self, window: Window) -> list[int]:
+        return rank_loads(window, self._row_cost)
+
+    def _dealt(self, rows: list[Row]) -> Window:
+        costs = [self._row_cost(row) for row in rows]
+        return deal(rows, costs, self._windows.batch_size, self._windows.world_size)
+
+    def _row_cost(self, row: Row) -> int:
+        samples = [self._windows.sample(place) for place in row]
+        return sum(self._cost.sample(sample.tokens, sample.supervised) for sample in samples)
 
     def load(self, windows: Sequence[Window], rank: int, ttt: TTTSettings) -> Generator[Begun, None, None]:
         """See `Feed.load`. A rank waits for all shards of a window, not only for those of its own rows, so that none

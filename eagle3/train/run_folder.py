@@ -17,6 +17,7 @@ from eagle3.files import (
     write_text_atomic,
 )
 from eagle3.train.checkpoint import TrainState, list_checkpoints, load_state
+from eagle3.train.samples import order_of
 from eagle3.train.setup import Setup
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
 
@@ -68,6 +69,7 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
         problems += WiringContract.load(run).compare(setup.contract, f"run {run}", "this start")
     if state is not None:
         problems += _state_differences(state, setup, processes, same_steps, run)
+        problems += _other_order(state, config, run)
     raise_problems(problems, f"cannot resume {run}")
     return checkpoints[-1] if checkpoints else None
 
@@ -102,7 +104,7 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
 
 
 def _same_steps(stored: TrainConfig, before: int, given: TrainConfig, now: int) -> bool:
-    """Whether each step has the same samples: its rows depend on this product only (`eagle3.data.loader.BatchPlan`)."""
+    """Whether each step has the same samples: its rows depend on this product only (`eagle3.data.batch_plan`)."""
     if stored.ring is not None:
         return before == now
     rows = [config.batch_size * config.accumulate * count for config, count in ((stored, before), (given, now))]
@@ -147,6 +149,18 @@ def _state_differences(state: TrainState, setup: Setup, processes: int, same_ste
         message = "the dataset or eval_dataset holds other samples than when the run began"
         problems.append(Problem(str(run), "run.other_data", message, "restore it, or use another output folder"))
     return problems
+
+
+def _other_order(state: TrainState, config: TrainConfig, run: Path) -> list[Problem]:
+    """A release that packs rows otherwise would give some samples of this epoch twice and others never."""
+    if state.order == order_of(config):
+        return []
+    message = (
+        f"its samples come in order {state.order}, which another release of eagle3 made; this one makes order "
+        f"{order_of(config)}, whose packed rows hold other samples, so some would be seen twice and others never"
+    )
+    fix = "go on with the release that began the run (provenance.json names it), or use another output folder"
+    return [Problem(str(run), "run.other_order", message, fix)]
 
 
 def _flat(section: Section, prefix: str = "") -> dict[str, Any]:

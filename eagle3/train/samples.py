@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import BatchPlan, Window
+from eagle3.data.batch_plan import BatchPlan, order_version
+from eagle3.data.dealing import Window
 from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import MANIFEST_FILE, SampleInfo
 from eagle3.data.vocab_count import count_supervised
+from eagle3.draft.cost import Cost
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import digest_json, sha256_file
 from eagle3.train.feed import Dataset, Feed, StoreFeed
@@ -34,11 +37,11 @@ class TrainSamples(Protocol):
         """int64 [V]: occurrences of each target id at supervised positions."""
         ...
 
-    def feed(self, config: TrainConfig, world_size: int) -> Feed:
-        """The windows of a run with so many ranks."""
+    def feed(self, config: TrainConfig, world_size: int, cost: Cost) -> Feed:
+        """The windows of a run with so many ranks, balanced by what samples cost."""
         ...
 
-    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+    def windows(self, config: TrainConfig, world_size: int, cost: Cost) -> list[Window]:
         """Those of a store's first epoch, which differ from other epochs' only by which rows of like size meet; all of
         a ring."""
         ...
@@ -54,44 +57,48 @@ class TrainSamples(Protocol):
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples of a store, by index, each cut to `max_length` tokens."""
+    """Samples of a store, by index, each cut to `max_length` tokens.
+
+    Attributes:
+        cut: supervised tokens of those that are longer, within `max_length`, by index.
+    """
 
     reader: StoreReader
     indices: list[int]
     max_length: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample, cut."""
-        return [min(self.reader.samples[index].tokens, self.max_length) for index in self.indices]
+    cut: Mapping[int, int] = field(default_factory=dict)
 
     def count_supervised(self) -> torch.Tensor:
         """See `TrainSamples`; counted from the store itself, never from a cache."""
         return count_supervised(self.reader, self.indices)
 
-    def feed(self, config: TrainConfig, world_size: int) -> StoreFeed:
+    def feed(self, config: TrainConfig, world_size: int, cost: Cost) -> StoreFeed:
         """See `TrainSamples`."""
+        infos = [self.info(place) for place in range(len(self.indices))]
         plan = BatchPlan(
             seed=config.seed,
-            lengths=self.lengths,
+            lengths=[info.tokens for info in infos],
             max_length=self.max_length,
             batch_size=config.batch_size,
             accumulate=config.accumulate,
             world_size=world_size,
             pack=config.packs,
             row_tokens=config.batch_tokens,
+            costs=[cost.sample(info.tokens, info.supervised) for info in infos],
         )
         most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
         return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))
 
-    def windows(self, config: TrainConfig, world_size: int) -> list[Window]:
+    def windows(self, config: TrainConfig, world_size: int, cost: Cost) -> list[Window]:
         """See `TrainSamples`."""
-        return self.feed(config, world_size).epoch(0)
+        return self.feed(config, world_size, cost).epoch(0)
 
     def info(self, place: int) -> SampleInfo:
         """See `TrainSamples`."""
-        sample = self.reader.samples[self.indices[place]]
-        return SampleInfo(sample.id, min(sample.tokens, self.max_length), min(sample.supervised, self.max_length))
+        index = self.indices[place]
+        sample = self.reader.samples[index]
+        supervised = self.cut.get(index, min(sample.supervised, self.max_length))
+        return SampleInfo(sample.id, min(sample.tokens, self.max_length), supervised)
 
     def loss_mask(self, place: int) -> torch.Tensor | None:
         """See `TrainSamples`."""
@@ -121,6 +128,11 @@ class Samples:
         return all(reader.layout.has_argmax for reader in readers)
 
 
+def order_of(config: TrainConfig) -> int:
+    """The version of the order in which a run has its samples; a ring's has never changed."""
+    return order_version(config.packs and config.ring is None)
+
+
 def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
     """Splits a store by the config's seed, or takes `eval_dataset` as the held-out samples.
 
@@ -129,16 +141,16 @@ def select_samples(config: TrainConfig, reader: StoreReader) -> Samples:
             type is listed).
     """
     notes: list[str] = []
-    usable = _usable(reader, config.max_length, notes)
+    usable, cut = _usable(reader, config.max_length, notes)
     if config.eval_dataset is None:
         train, heldout_indices = _split(usable, config.eval_fraction, config.seed)
-        heldout = SampleSet(reader, heldout_indices, config.max_length) if heldout_indices else None
+        heldout = SampleSet(reader, heldout_indices, config.max_length, cut) if heldout_indices else None
     else:
         train = usable
         heldout = _heldout_store(config, reader, {reader.samples[index].id for index in train}, notes)
     notes.append(f"{len(train)} training samples, {len(heldout.indices) if heldout else 0} held out")
     digest = digest_json([_manifest_digest(reader), heldout and _manifest_digest(heldout.reader)])
-    return Samples(SampleSet(reader, train, config.max_length), heldout, digest, notes)
+    return Samples(SampleSet(reader, train, config.max_length, cut), heldout, digest, notes)
 
 
 def select_ring_samples(config: TrainConfig, reader: RingReader, windows: RingWindows) -> Samples:
@@ -159,16 +171,19 @@ def select_ring_samples(config: TrainConfig, reader: RingReader, windows: RingWi
 def _heldout_store(config: TrainConfig, reader: Dataset, known: set[str], notes: list[str]) -> SampleSet:
     """The usable samples of `eval_dataset`; `known` are the ids of the training samples."""
     other = _open_eval_dataset(config, reader)
-    heldout = SampleSet(other, _usable(other, config.max_length, notes), config.max_length)
+    usable, cut = _usable(other, config.max_length, notes)
+    heldout = SampleSet(other, usable, config.max_length, cut)
     if shared := sum(other.samples[index].id in known for index in heldout.indices):
         notes.append(f"{shared} of {len(heldout.indices)} held-out samples have the id of a training sample")
     return heldout
 
 
-def _usable(reader: StoreReader, max_length: int, notes: list[str]) -> list[int]:
-    long = [[index] for index in range(len(reader)) if reader.samples[index].tokens > max_length]
-    with reader.ahead(long, tokens_only=True):
-        usable = [index for index in range(len(reader)) if _is_supervised(reader, index, max_length)]
+def _usable(reader: StoreReader, max_length: int, notes: list[str]) -> tuple[list[int], dict[int, int]]:
+    """The samples with something supervised; how much of it those have that are cut."""
+    long = [index for index in range(len(reader)) if reader.samples[index].tokens > max_length]
+    with reader.ahead([[index] for index in long], tokens_only=True):
+        cut = {index: int(reader.read_tokens(index)[1][:max_length].sum()) for index in long}
+    usable = [index for index in range(len(reader)) if cut.get(index, reader.samples[index].supervised)]
     dropped, where = len(reader) - len(usable), reader.name
     if not usable:
         message = f"none of its {len(reader)} samples has a supervised token in the first {max_length}"
@@ -177,14 +192,7 @@ def _usable(reader: StoreReader, max_length: int, notes: list[str]) -> list[int]
         notes.append(
             f"{where}: {dropped} of {len(reader)} samples have no supervised token within {max_length}: dropped"
         )
-    return usable
-
-
-def _is_supervised(reader: StoreReader, index: int, max_length: int) -> bool:
-    sample = reader.samples[index]
-    if sample.tokens <= max_length:
-        return sample.supervised > 0
-    return bool(reader.read_tokens(index)[1][:max_length].any())
+    return usable, cut
 
 
 def _split(indices: list[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:

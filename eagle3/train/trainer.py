@@ -20,12 +20,15 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Ahead, Window
+from eagle3.data.dealing import Window
+from eagle3.data.loader import Ahead
 from eagle3.draft.batch import DraftBatch
+from eagle3.draft.cost import Cost
 from eagle3.errors import problem_error, raise_problems
 from eagle3.files import only_writer, refuse_url, write_json_atomic
 from eagle3.progress import progress
 from eagle3.provenance import provenance
+from eagle3.train.balance import Imbalance, balance_notes
 from eagle3.train.checkpoint import (
     Best,
     TrainState,
@@ -41,6 +44,7 @@ from eagle3.train.float8 import check_float8
 from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
+from eagle3.train.samples import order_of
 from eagle3.train.setup import Setup, make_setup
 from eagle3.train.tracking import Tracker, check_tracking
 from eagle3.train.window import Totals, accumulate_window
@@ -66,7 +70,7 @@ def run_training(config: TrainConfig) -> TrainResult:
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, setup, accelerator, checkpoint)
         if accelerator.is_main_process:
-            lines = [*describe(trainer.engine, accelerator), *setup.notes]
+            lines = [*describe(trainer.engine, accelerator), *setup.notes, *balance_notes(trainer.feed)]
             lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
             print("\n".join(lines), file=sys.stderr)
         result = trainer.train()
@@ -90,7 +94,8 @@ class Trainer:
         """
         self.config, self.accelerator, self.module = config, accelerator, setup.module
         self.run, self.samples = Path(config.output), setup.samples
-        self.feed = self.samples.train.feed(config, accelerator.num_processes)
+        cost = Cost.of(setup.module.model.config, setup.module.ttt)
+        self.feed = self.samples.train.feed(config, accelerator.num_processes, cost)
         self.epoch_ends = list(accumulate(self.feed.epoch_steps))
         self.total_steps = min(self.epoch_ends[-1], config.max_steps or self.epoch_ends[-1])
         lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
@@ -101,7 +106,7 @@ class Trainer:
         self.setup, self.resumed = setup, checkpoint is not None
         self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
         self.tracker: Tracker | None = None
-        self.since_line = Interval()
+        self.since_line, self.imbalance = Interval(), Imbalance()
 
     def train(self) -> TrainResult:
         """Runs the steps that are left."""
@@ -150,6 +155,7 @@ class Trainer:
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
         self.since_line.end(self.feed.tokens(window))
+        self.imbalance.add(self.feed.loads(window))
         self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
         epoch = bisect_left(self.epoch_ends, step)
         if skipped:
@@ -159,7 +165,7 @@ class Trainer:
         loss = totals.loss(self.config.ttt.decay)
         if step == 1 or step == self.total_steps or step % self.config.tracking.log_every == 0:
             accuracy = totals.step_accuracy()
-            speed = self.since_line.take()
+            speed = self.since_line.take() | self.imbalance.take()
             self._log("train", epoch=epoch, loss=loss, lr=rate, grad_norm=norm, step_accuracy=accuracy, **speed)
         return f"loss {loss:.4f}"
 
@@ -217,7 +223,8 @@ class Trainer:
         """Hands the drafter to the engine, as it begins or as a checkpoint has it."""
         if folder is None:
             self.engine.prepare(self.module, self.config.optim)
-            return TrainState(0, 0, self.accelerator.num_processes, self.samples.digest)
+            order = order_of(self.config)
+            return TrainState(0, 0, self.accelerator.num_processes, self.samples.digest, order=order)
         checkpoint = load_checkpoint(folder)
         self.module.model.load_trainable_state(checkpoint.weights)
         self.engine.prepare(self.module, self.config.optim)

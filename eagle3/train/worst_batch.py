@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.data.loader import Row
+from eagle3.data.dealing import Row
 from eagle3.draft.chains import plan_chains
 from eagle3.draft.fused.ledger import Ledger
 from eagle3.draft.fused.memory import Sizes
@@ -76,7 +76,7 @@ class Worst:
 def largest(samples: TrainSamples, config: TrainConfig, run: Run) -> tuple[int, list[Share]]:
     """How many micro-batches there are, and those of which none is at most as large as another in every respect, the
     one that may take most first."""
-    batches = list(_micro_batches(samples, config, run.processes))
+    batches = list(_micro_batches(samples, config, run))
     chosen: list[Share] = []
     for batch in sorted(batches, key=lambda batch: batch.extent, reverse=True):
         if not any(all(a >= b for a, b in zip(other.extent, batch.extent, strict=True)) for other in chosen):
@@ -99,9 +99,9 @@ def find_worst(samples: TrainSamples, config: TrainConfig, run: Run) -> Worst:
     return Worst(count, len(read), bound.peak, ledger, batch, sizes)
 
 
-def _micro_batches(samples: TrainSamples, config: TrainConfig, processes: int) -> Iterator[Share]:
-    for window in samples.windows(config, processes):
-        for rank in range(processes):
+def _micro_batches(samples: TrainSamples, config: TrainConfig, run: Run) -> Iterator[Share]:
+    for window in samples.windows(config, run.processes, run.cost):
+        for rank in range(run.processes):
             shares = [micro_batch[rank] for micro_batch in window]
             sizes = [_lengths(samples, rows) for rows in shares]
             whole = sum(supervised for _, supervised in sizes)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle3.data.batch_plan import BatchPlan
 from eagle3.data.chat import TokenSample
-from eagle3.data.loader import BatchPlan, collate, load_windows
+from eagle3.data.loader import collate, load_windows
 from eagle3.data.shard_file import ShardFile, StateKey
 from eagle3.data.store import StoreReader
 from eagle3.data.target_argmax import BLOCK_ROWS, greedy_tokens

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from eagle3.data import loader, row_reader
-from eagle3.data.loader import Ahead, BatchPlan, Window, begin_windows, collate, empty_batch, load_windows
+from eagle3.data.batch_plan import BatchPlan
+from eagle3.data.dealing import Window
+from eagle3.data.loader import Ahead, begin_windows, collate, empty_batch, load_windows
 from eagle3.data.store import StoredSample, StoreReader
 from eagle3.data.store_layout import LastRows
 from eagle3.draft.config import TTTSettings

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from eagle3.data import store_verify
-from eagle3.data.loader import BatchPlan, load_windows, read_batches
+from eagle3.data.batch_plan import BatchPlan
+from eagle3.data.loader import load_windows, read_batches
 from eagle3.data.open_shard import OpenShard
 from eagle3.data.store import StoreReader
 from eagle3.data.vocab_count import count_supervised

@@ -20,7 +20,8 @@ import torch
 
 from eagle3.config import CacheSection
 from eagle3.data import remote_folder, remote_store
-from eagle3.data.loader import BatchPlan, load_windows
+from eagle3.data.batch_plan import BatchPlan
+from eagle3.data.loader import load_windows
 from eagle3.data.open_reader import open_cache, open_reader
 from eagle3.data.remote_verify import verify_remote
 from eagle3.data.store import StoredSample, StoreReader

@@ -1,6 +1,7 @@
 """Two gloo ranks take the steps of one process on the same global batches; one launch runs every case."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ from eagle3.config import TrainConfig, dump_config
 from eagle3.data.store import StoredSample
 from eagle3.files import read_json
 from eagle3.train.checkpoint import list_checkpoints
+from eagle3.train.plan import make_run
+from eagle3.train.setup import open_samples, ttt_settings
 from eagle3.train.tracking import Record, read_log
 from eagle3.train.trainer import run_training
 from tests.children import in_a_child
@@ -40,6 +43,11 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
         MIXED * 2,
         {"max_steps": 8, "accumulate": 2, "save_every": 5, "keep_checkpoints": 9},
         {"batch_size": 2},
+    ),
+    "dealt": (
+        MIXED * 3,
+        {"max_steps": 8, "accumulate": 3, "save_every": 5, "keep_checkpoints": 9},
+        {"accumulate": 6},
     ),
     "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
 }
@@ -75,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rounded_resumed.yaml").write_text(dump_config(config_for(folder, "rounded_resumed", "two", ROUNDED)))
     ring = folder / "rings" / "two"
     (folder / "ring.yaml").write_text(dump_config(ring_config(ring, folder / "two" / "ring", batch_size=1)))
-    writer = in_a_child(lambda: write_ring(ring, ring_plan(RING_SAMPLES), RING_SAMPLES))
+    writer = in_a_child(lambda: write_ring(ring, ring_plan(RING_SAMPLES), RING_SAMPLES, wait_seconds=150))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = str(Path(__file__).with_name("ddp_worker.py"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -127,6 +135,26 @@ def test_two_ranks_consume_a_ring_as_one_process_does(folder: Path) -> None:
     two, one = (read_log(folder / run / "ring" / "log.jsonl") for run in ("two", "one"))
     assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], abs=1e-5)
     assert len(two) == 14 and not list((folder / "rings" / "two").glob("shard-*"))
+
+
+def test_rows_that_are_dealt_by_cost_train_as_in_order_and_go_on_as_one_process(folder: Path) -> None:
+    two, one = both(folder, "dealt")
+    config = config_for(folder, "dealt", "two", CASES["dealt"][1])
+    samples = open_samples(config, 2)
+    run = make_run(config, samples, ttt_settings(config), 2)
+    feed = samples.train.feed(config, 2, run.cost)
+    pairs = [pair for epoch in range(2) for pair in zip(feed.epoch(epoch), feed.epoch_in_order(epoch), strict=True)]
+    assert sum(mine != theirs for mine, theirs in pairs) > len(pairs) // 2
+    shares = [record["imbalance"] for record in two if record["kind"] == "train"]
+    assert len(shares) == 8 and all(1 <= share < 1.5 for share in shares)
+    shutil.copytree(folder / "two" / "dealt", folder / "moved" / "dealt")
+    for checkpoint in list_checkpoints(folder / "moved" / "dealt"):
+        if checkpoint.name != "step-00000005":
+            shutil.rmtree(checkpoint)
+    run_training(config_for(folder, "dealt", "moved", {**CASES["dealt"][1], "accumulate": 6}))
+    moved = read_log(folder / "moved" / "dealt" / "log.jsonl")
+    assert ["imbalance" in record for record in moved if record["kind"] == "train"] == [True] * 5 + [False] * 3
+    assert [record.get("loss") for record in moved] == pytest.approx([record.get("loss") for record in one], abs=1e-5)
 
 
 def test_fault_16_loss_is_normalised_by_global_tokens(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3.data.loader import BatchPlan
+from eagle3.data.batch_plan import BatchPlan
 from eagle3.train import trainer
 from eagle3.train.feed import StoreFeed
 from eagle3.train.trainer import Interval

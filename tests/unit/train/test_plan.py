@@ -54,7 +54,10 @@ def run_of(config: TrainConfig, processes: int = 1) -> tuple[Samples, Run]:
 def test_micro_batches_are_those_that_training_loads(store: Path, values: dict[str, object], processes: int) -> None:
     config = config_for(store, **values, max_length=12)
     samples, run = run_of(config, processes)
-    windows, found = samples.train.windows(config, processes), list(_micro_batches(samples.train, config, processes))
+    windows, found = (
+        samples.train.windows(config, processes, run.cost),
+        list(_micro_batches(samples.train, config, run)),
+    )
     reader, indices = samples.train.reader, samples.train.indices  # type: ignore[attr-defined]
     loaded = [list(load_windows(reader, windows, indices, 12, rank)) for rank in range(processes)]
     batches = [batch for window in zip(*loaded, strict=True) for rank in window for batch in rank]
@@ -75,7 +78,7 @@ def test_the_worst_micro_batch_is_found_and_no_other_passes_the_bound(store: Pat
     samples, run = run_of(config)
     worst = find_worst(samples.train, config, run)
     peaks = []
-    for batch in _micro_batches(samples.train, config, 1):
+    for batch in _micro_batches(samples.train, config, run):
         sizes = _read(samples.train, batch, run)
         assert sizes is not None
         peaks.append(plan_peak(run, batch, sizes))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import eagle3.data.loader as loader
 from eagle3.config import TrainConfig, dump_config
+from eagle3.data.dealing import Window
 from eagle3.errors import ProblemsError
 from eagle3.files import only_writer, read_json
 from eagle3.serve.saved_draft import load_run
@@ -128,7 +129,7 @@ def test_fault_14_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     trained: list[str] = []
     original = Trainer._step
 
-    def step(self: Trainer, window: loader.Window, batches: list[loader.DraftBatch], ahead: loader.Ahead) -> str:
+    def step(self: Trainer, window: Window, batches: list[loader.DraftBatch], ahead: loader.Ahead) -> str:
         trained.extend(name for batch in batches for name in batch.sample_ids)
         return original(self, window, batches, ahead)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3.data.loader import BatchPlan
+from eagle3.data.batch_plan import BatchPlan
 from eagle3.data.ring_folder import listed_bytes, read_reader
 from eagle3.data.ring_format import RingPlan, load_ring
 from eagle3.data.ring_windows import RingWindows
