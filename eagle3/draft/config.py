@@ -295,12 +295,12 @@ def _rope_values(layout: dict[str, Any]) -> dict[str, Any]:
         RopeConfig(rope_type=values["rope_type"])
     known = {field.name for field in dataclasses.fields(RopeConfig)}
     problems = [
-        _rope_problem("kind", f"the target uses {name} ({value!r}), which the drafter does not have")
+        _rope_problem("kind", f"the config uses {name} ({value!r}), which the drafter does not have")
         for name, value in values.items()
         if name not in known
     ]
     if "rope_theta" not in values:
-        problems.append(_rope_problem("missing", "the target's config has no rope_theta"))
+        problems.append(_rope_problem("missing", "the config has no rope_theta"))
     raise_problems(problems)
     return values
 
