@@ -8,6 +8,7 @@ Shapes: D draft vocab, H hidden.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
-from eagle3.files import refuse_url, sha256_file
+from eagle3.files import readable, refuse_url, sha256_file
 from eagle3.serve.given_draft import GivenDraft, read_given
 from eagle3.serve.saved_draft import find_checkpoint, load_run, load_run_shape
 from eagle3.train.checkpoint import WEIGHTS_FILE, checkpoints_folder, list_checkpoints
 from eagle3.train.feed import Dataset
 from eagle3.train.warm_checks import contract_problems, foreign_problems, named_problems
 from eagle3.wiring.contract import WiringContract
+from eagle3.wiring.layers import describe_layers
 from eagle3.wiring.targets import CONFIG_FILE
 
 _HEAD = "lm_head.weight"
@@ -118,17 +120,20 @@ def find_warm_start(config: TrainConfig, reader: Dataset, values: bool = True) -
 
 def _read(folder: Path, values: bool) -> GivenDraft:
     """An exported folder, a run (its best checkpoint) or one of a run's checkpoints."""
-    if not folder.is_dir():
-        message = "is a file, expected the folder that it lies in" if folder.exists() else "no such folder"
-        raise problem_error(str(folder), "init.folder", message, "give the folder of an exported drafter, or a run")
-    if (folder / WEIGHTS_FILE).is_file():
+    with readable(folder):
+        is_folder, is_there = folder.is_dir(), folder.exists()
+        is_checkpoint, is_run = (folder / WEIGHTS_FILE).is_file(), checkpoints_folder(folder).is_dir()
+        has_config = os.path.lexists(folder / CONFIG_FILE)
+    if is_checkpoint:
         place = folder.resolve()
         return _read_run(place.parent.parent, place.name, values)
-    if checkpoints_folder(folder).is_dir():
+    if is_run:
         return _read_run(folder, "best", values)
-    if (folder / CONFIG_FILE).exists():
+    if has_config:
         return read_given(folder, values)
     message = f"holds no drafter: it has no {CONFIG_FILE}, and is neither a run nor a run's checkpoint"
+    if not is_folder:
+        message = "is a file, expected the folder that it lies in" if is_there else "no such folder"
     raise problem_error(str(folder), "init.folder", message, "give the folder of an exported drafter, or a run")
 
 
@@ -160,11 +165,11 @@ def _record(given: GivenDraft, folder: Path) -> dict[str, Any]:
 
 
 def _notes(given: GivenDraft, config: TrainConfig, folder: Path) -> list[str]:
-    notes = [f"starts from the weights of {folder}, as {given.tool} writes them"]
+    notes = [f"starts from the weights in {folder}, which look like those of {given.tool}"]
     if given.contract is None:
-        layers = "as init_layers says" if config.init_layers else "which is the only way to read its layer ids"
+        why = "as init_layers says" if config.init_layers else "the only way to read its layer ids"
         notes.append(
-            f"it has no contract: taken to be trained on the outputs of layers {config.output_indices}, {layers}; "
-            "nothing says which target, tokenizer or chat template it is for, or which norm its states were before"
+            f"they have no contract: taken to be trained on {describe_layers(config.output_indices)}, {why}; "
+            "nothing says for which target, tokenizer and chat template, or whether before or after its final norm"
         )
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.serve.cases import edit_tensors
 from tests.unit.train.warm_cases import LAYER_IDS, make_first_run, warm_config, write_as_another_tool
 
 NAN = float("nan")
+Make = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config_of(first: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+def config_of(first: Path, tmp_path: Path) -> Make:
     """The config of a run that starts from the export as another tool would write it, changed."""
 
     def make(values: dict[str, object] | None = None, **changes: Any) -> TrainConfig:
@@ -74,11 +76,11 @@ def ids(*values: int) -> dict[str, Any]:
         ({"d2t": -torch.arange(24)}, ["draft_vocab.duplicate"]),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(config_of, tensors: dict[str, Any], expected: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_tensors_that_do_not_fit_are_named(config_of: Make, tensors: dict[str, Any], expected: list[str]) -> None:
     assert kinds(config_of(**tensors)) == expected
 
 
-def test_absolute_ids_are_told_from_offsets(first: Path, config_of) -> None:  # type: ignore[no-untyped-def]
+def test_absolute_ids_are_told_from_offsets(first: Path, config_of: Make) -> None:
     d2t = load_file(first / "export" / "model.safetensors")["d2t"]
     assert kinds(config_of(d2t=d2t + torch.arange(24))) == ["draft_vocab.absolute_ids"]
 
@@ -115,11 +117,11 @@ def test_absolute_ids_are_told_from_offsets(first: Path, config_of) -> None:  # 
         (ids(5, 0, 2), {"init.layers_ambiguous"}),
     ],
 )  # fmt: skip
-def test_a_config_json_that_does_not_fit_is_named(config_of, config: dict[str, Any], expected: set[str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_config_json_that_does_not_fit_is_named(config_of: Make, config: dict[str, Any], expected: set[str]) -> None:
     assert set(kinds(config_of(config=config))) == expected
 
 
-def test_everything_that_is_wrong_is_listed_at_once(config_of) -> None:  # type: ignore[no-untyped-def]
+def test_everything_that_is_wrong_is_listed_at_once(config_of: Make) -> None:
     config = config_of(
         {"draft": {"intermediate_size": 40, "draft_vocab_size": 16}},
         config={"tie_word_embeddings": True, **ids(1, 3, 6)},
@@ -133,12 +135,12 @@ def test_everything_that_is_wrong_is_listed_at_once(config_of) -> None:  # type:
     }  # fmt: skip
 
 
-def test_layers_of_another_drafter_are_described(config_of) -> None:  # type: ignore[no-untyped-def]
+def test_layers_of_another_drafter_are_described(config_of: Make) -> None:
     (problem,) = problems(config_of(config=ids(1, 3, 6)))
     assert "layers 1, 3, 6 by" in problem.message and "every layer is one too late" in problem.message
 
 
-def test_what_is_not_in_config_json_has_to_be_said(first: Path, config_of) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_not_in_config_json_has_to_be_said(first: Path, config_of: Make) -> None:
     config = config_of({"init_layers": [0, 2, 5]}, config={"eagle_config": None})
     assert any("as init_layers says" in note for note in make_setup(config).notes)
     other = config.model_copy(update={"init_layers": [1, 3, 6]})
@@ -146,7 +148,7 @@ def test_what_is_not_in_config_json_has_to_be_said(first: Path, config_of) -> No
     assert kinds(config.model_copy(update={"init_layers": [5, 99]})) == ["layers.out_of_range"]
 
 
-def test_what_is_said_must_be_a_reading_of_config_json(config_of) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_said_must_be_a_reading_of_config_json(config_of: Make) -> None:
     (problem,) = problems(config_of({"init_layers": [0, 2, 5]}, config=ids(1, 3, 6)))
     assert problem.kind == "init.layers" and "which nobody reads from its config.json" in problem.message
 
@@ -222,7 +224,7 @@ def test_a_full_draft_vocab_needs_no_tables(first: Path, tmp_path: Path) -> None
     assert setup.vocab.ids.tolist() == list(range(VOCAB))
 
 
-def test_weights_that_are_no_safetensors_are_refused_unread(first: Path, tmp_path: Path, config_of) -> None:  # type: ignore[no-untyped-def]
+def test_weights_that_are_no_safetensors_are_refused_unread(first: Path, tmp_path: Path, config_of: Make) -> None:
     config = config_of()
     folder = Path(str(config.init_from))
     (folder / "model.safetensors").unlink()
@@ -234,7 +236,7 @@ def test_weights_that_are_no_safetensors_are_refused_unread(first: Path, tmp_pat
     assert kinds(config) == ["safetensors.pickle"]
 
 
-def test_damaged_shards_are_named(config_of) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_shards_are_named(config_of: Make) -> None:
     config = config_of(shards=2)
     shard = Path(str(config.init_from)) / "model-00002-of-00002.safetensors"
     whole = shard.read_bytes()

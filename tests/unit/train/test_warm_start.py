@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from eagle3.cli import app
 from eagle3.config import ServeConfig, TrainConfig, dump_config, load_config
+from eagle3.data.store import StoredSample
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json, sha256_file
 from eagle3.serve.export import export_run
@@ -102,7 +103,7 @@ def test_the_draft_vocab_is_the_checkpoints_and_its_coverage_of_this_dataset_is_
     absent = next(token for token in range(VOCAB) if token not in kept)
     present = next(iter(kept))
 
-    def half_known(sample):  # type: ignore[no-untyped-def]
+    def half_known(sample: StoredSample) -> StoredSample:
         ids = torch.full_like(sample.input_ids, absent)
         ids[sample.input_ids.numel() // 2 :] = present
         return replace(sample, input_ids=ids, loss_mask=torch.ones_like(sample.loss_mask))
@@ -118,7 +119,7 @@ def test_a_rebuilt_draft_vocab_moves_the_rows_of_kept_ids_and_takes_the_targets_
 ) -> None:
     only = [0, 1, *range(20, VOCAB)]
 
-    def change(sample):  # type: ignore[no-untyped-def]
+    def change(sample: StoredSample) -> StoredSample:
         return replace(sample, input_ids=20 + sample.input_ids % 12)
 
     store = write_random_store(tmp_path / "store", count=8, change=change)
