@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from eagle3.config import TrainConfig
@@ -26,6 +27,7 @@ _NAMED = (
     "fc_norm",
     "norm_before_fc",
 )
+_LEAVE_OUT = "leave init_layers out: the drafter has a contract, which says them"
 _ANOTHER = "start from a drafter that was trained for this target and these layers"
 
 
@@ -35,7 +37,9 @@ def contract_problems(
     """Where the drafter's contract is not the dataset's (the states' type may differ), nor what `init_layers` says."""
     yield from mine.compare(dataset, f"init_from {folder}", f"dataset {config.dataset}", any_dtype=True)
     if config.init_layers is not None:
-        yield from check_said_layers(mine, config.init_layers, str(folder / CONTRACT_FILE))
+        for problem in check_said_layers(mine, config.init_layers, str(folder / CONTRACT_FILE)):
+            said = problem.kind == "contract.output_indices"
+            yield replace(problem, where="init_layers", fix=_LEAVE_OUT if said else problem.fix)
 
 
 def foreign_problems(

@@ -139,11 +139,11 @@ def _read(folder: Path, values: bool) -> GivenDraft:
 
 def _read_run(run: Path, checkpoint: str, values: bool) -> GivenDraft:
     file = find_checkpoint(run, checkpoint) / WEIGHTS_FILE
-    if values:
-        state, config, vocab, contract = load_run(run, file.parent.name)
-    else:
-        state, (config, vocab, contract) = {}, load_run_shape(run)
-    return GivenDraft({}, "eagle3", None, asdict(config), config, vocab, contract, state, [file])
+    config, vocab, contract = load_run_shape(run)
+    given = GivenDraft({}, "eagle3", None, asdict(config), config, vocab, contract, files=[file])
+    saved = given.attempt(lambda: load_run(run, file.parent.name)) if values else None
+    given.state = {} if saved is None else saved.state
+    return given
 
 
 def _problems(config: TrainConfig, contract: WiringContract, given: GivenDraft, folder: Path) -> Iterable[Problem]:
@@ -159,7 +159,7 @@ def _record(given: GivenDraft, folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "written_by": given.tool,
-        "weights": {file.name: sha256_file(file) for file in given.files},
+        "weights": {os.path.relpath(file, folder): sha256_file(file) for file in given.files},
         "draft_vocab_digest": given.vocab.digest,
     }
 

@@ -190,8 +190,9 @@ def test_the_contract_beside_an_export_is_the_truth(first: Path, tmp_path: Path)
         found = problems(config.model_copy(update={"init_from": str(first / start)}))
         assert [item.kind for item in found] == ["contract.output_indices", "contract.tokenizer_digest"]
         assert "one too early" in found[0].message
-    same = warm_config(first, tmp_path / "run", first / "export", init_layers=[1, 3, 6])
-    assert kinds(same) == ["contract.output_indices"]
+    (problem,) = problems(warm_config(first, tmp_path / "run", first / "export", init_layers=[1, 3, 6]))
+    assert (problem.where, problem.kind) == ("init_layers", "contract.output_indices")
+    make_setup(warm_config(first, tmp_path / "run", first / "export", init_layers=[0, 2, 5]))
 
 
 def test_an_export_that_was_edited_is_refused(first: Path, tmp_path: Path) -> None:
@@ -264,9 +265,14 @@ def test_places_that_are_no_drafter_are_named(first: Path, tmp_path: Path) -> No
     assert found(tmp_path / "json").kind == "file.not_an_object"
 
 
-def test_a_run_whose_best_checkpoint_is_damaged_is_refused(first: Path, tmp_path: Path) -> None:
+def test_a_run_whose_best_checkpoint_is_damaged_is_refused_with_whatever_else_is_wrong(
+    first: Path, tmp_path: Path
+) -> None:
     other = make_first_run(tmp_path / "again")
-    weights = next((other / "run" / "checkpoints").glob("*6/draft.safetensors"))
+    best = json.loads((other / "run" / "best.json").read_text())["checkpoint"]
+    weights = other / "run" / "checkpoints" / best / "draft.safetensors"
     edit_tensors(weights, **{"norm.weight": torch.full((HIDDEN,), NAN)})
-    found = kinds(warm_config(first, tmp_path / "run", other / "run"))
-    assert found and set(found) <= {"checkpoint.weights", "tensor.not_finite"}
+    config = warm_config(first, tmp_path / "run", other / "run", draft={"intermediate_size": 99})
+    assert kinds(config) == ["init.shape", "tensor.not_finite"]
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert kinds(config) == ["checkpoint.damaged", "init.shape"]

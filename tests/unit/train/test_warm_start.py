@@ -1,4 +1,4 @@
-"""`init_from`: a run that starts from a drafter has its numbers, its draft vocab and its shape."""
+"""`init_from`: a run that starts from a drafter has its numbers and its draft vocab."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from eagle3.cli import app
-from eagle3.config import ServeConfig, TrainConfig, dump_config, load_config
+from eagle3.config import ServeConfig, TrainConfig
 from eagle3.data.store import StoredSample
 from eagle3.errors import ProblemsError
 from eagle3.files import read_json, sha256_file
 from eagle3.serve.export import export_run
 from eagle3.train.checkpoint import list_checkpoints
-from eagle3.train.plan import plan_memory
 from eagle3.train.setup import make_setup
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import run_training
 from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import WiringContract
+from tests.rings import ring_config, ring_plan, ring_samples, write_ring
 from tests.stores import VOCAB, train_config, write_random_store
 from tests.unit.train.warm_cases import evaluations, make_first_run, warm_config, write_as_another_tool
 
@@ -142,6 +140,24 @@ def test_a_rebuilt_draft_vocab_moves_the_rows_of_kept_ids_and_takes_the_targets_
     assert origin["head_rows_kept"] == count
 
 
+def test_provenance_names_the_checkpoint_of_a_run(first: Path, tmp_path: Path) -> None:
+    last = list_checkpoints(first / "run")[-1]
+    weights = {last: "draft.safetensors", first / "run": f"checkpoints/{last.name}/draft.safetensors"}
+    for start, name in weights.items():
+        origin = make_setup(warm_config(first, tmp_path / "run", start)).origin["init_from"]
+        assert origin["weights"] == {name: sha256_file(last / "draft.safetensors")}
+
+
+def test_a_ring_is_trained_on_from_a_drafter_too(first: Path, tmp_path: Path) -> None:
+    samples = ring_samples(8)
+    config = ring_config(tmp_path / "ring", tmp_path / "run", draft={}, init_from=str(first / "export"))
+    write_ring(tmp_path / "ring", ring_plan(samples, shards=100), samples)
+    setup = make_setup(config)
+    assert setup.vocab.digest == WiringContract.load(first / "export").draft_vocab_digest
+    head = load_file(first / "export" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(setup.module.model.lm_head.weight, head)
+
+
 def test_half_precision_weights_become_float32_master_copies(first: Path, tmp_path: Path) -> None:
     export_run(ServeConfig(run=str(first / "run"), output=str(tmp_path / "half"), checkpoint="last"))
     setup = make_setup(warm_config(first, tmp_path / "run", tmp_path / "half"))
@@ -160,36 +176,6 @@ def test_an_embedding_in_the_checkpoint_is_left_where_it_is_but_its_shape_is_che
     assert torch.equal(setup.module.model.embed_tokens.weight, target)
     bad = write_as_another_tool(first / "export", tmp_path / "bad", embed_tokens__weight=torch.ones(VOCAB, 8))
     assert refused(warm_config(first, tmp_path / "run", bad)) == ["tensor.shape"]
-
-
-def test_the_shape_follows_the_checkpoint_and_what_is_named_must_agree(first: Path, tmp_path: Path) -> None:
-    shape = {"intermediate_size": 40, "num_key_value_heads": 2, "fc_norm": True, "norm_output": True}
-    draft = {"draft_vocab_size": 20, "rope": {"rope_theta": 500.0}, **shape}
-    run_training(train_config(first / "store", tmp_path / "other", draft=draft, max_steps=1))
-    export_run(ServeConfig(run=str(tmp_path / "other"), output=str(tmp_path / "out")))
-
-    made = make_setup(warm_config(first, tmp_path / "run", tmp_path / "out")).module.model.config
-
-    assert {name: getattr(made, name) for name in shape} == shape
-    assert (made.rope.rope_theta, made.draft_vocab_size) == (500.0, 20)
-    assert make_setup(warm_config(first, tmp_path / "run", tmp_path / "out", draft=draft)).module.model.config == made
-    named = {
-        "intermediate_size": 24, "num_key_value_heads": 1, "fc_norm": False, "norm_before_fc": True, "head_dim": 4,
-        "rope": {"rope_theta": 100.0}, "draft_vocab_size": 24, "max_position_embeddings": 64, "num_attention_heads": 1,
-        "num_hidden_layers": 2,
-    }  # fmt: skip
-    with pytest.raises(ProblemsError) as caught:
-        make_setup(warm_config(first, tmp_path / "run", tmp_path / "out", draft=named))
-    assert {problem.kind for problem in caught.value.problems} == {"init.shape"}
-    assert {problem.where for problem in caught.value.problems} == {f"draft.{name}" for name in named}
-
-
-def test_options_left_out_of_a_stored_config_stay_left_out(tmp_path: Path) -> None:
-    left, given = (train_config(tmp_path, tmp_path, draft=draft) for draft in ({}, {"fc_norm": False}))
-    for config, names in ((left, False), (given, True)):
-        (tmp_path / "config.yaml").write_text(dump_config(config))
-        read = load_config(TrainConfig, tmp_path / "config.yaml")
-        assert read == config and read.draft.names("fc_norm") is names and not read.draft.fc_norm
 
 
 def test_a_resumed_run_does_not_read_the_folder_again(first: Path, tmp_path: Path) -> None:
@@ -242,18 +228,3 @@ def test_a_cold_run_cannot_be_made_a_warm_one(first: Path, tmp_path: Path) -> No
 def test_keys_that_say_how_to_start_need_something_to_start_from(tmp_path: Path) -> None:
     with pytest.raises(ProblemsError, match="init_layers and rebuild_vocab without init_from"):
         train_config(tmp_path, tmp_path, init_layers=[1, 2, 3], rebuild_vocab=True)
-
-
-def test_a_plan_has_the_shape_of_the_checkpoint_and_reads_no_weights(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = warm_config(first, tmp_path / "run", first / "export", mixed_precision="bf16", draft={})
-    monkeypatch.setattr("eagle3.serve.given_draft.safe_open", None)
-    planned = plan_memory(config, 64.0).render()
-    monkeypatch.undo()
-    counts = make_setup(config).module.model.config.parameter_counts()
-    assert f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained" in planned
-    (tmp_path / "config.yaml").write_text(dump_config(config.model_copy(update={"init_from": str(tmp_path / "none")})))
-    command = ["train", "--plan", "--device-memory", "64", "--config", str(tmp_path / "config.yaml")]
-    found = CliRunner().invoke(app, command)
-    assert isinstance(found.exception, ProblemsError) and found.exception.problems[0].kind == "init.folder"
