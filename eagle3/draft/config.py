@@ -73,9 +73,8 @@ class RopeConfig:
         )
         old = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
         new = {"rope_theta": config.get("rope_theta"), **(config.get("rope_parameters") or {})}
-        found = [_rope_values(layout) for layout in (old, new) if layout.keys() != {"rope_theta"}] or [
-            _rope_values(old)
-        ]
+        given = [layout for name, layout in (("rope_scaling", old), ("rope_parameters", new)) if config.get(name)]
+        found = [_rope_values(layout) for layout in given or [old]]
         if found[0] != found[-1]:
             raise ProblemsError([_rope_problem("value", f"rope_scaling says {found[0]}, rope_parameters {found[1]}")])
         return cls(**found[0])

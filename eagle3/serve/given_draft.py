@@ -119,7 +119,7 @@ def read_given(folder: Path, values: bool) -> GivenDraft:
 
 
 def _unknown_parts(layout: Layout, where: str) -> Iterator[Problem]:
-    """What a drafter may have that is computed otherwise here; kind `init.architecture`."""
+    """What is computed otherwise here, or said in two ways; kinds `init.architecture`, `draft.rope.value`."""
     if layout.mla:
         message = f"is {layout.architecture}: its attention is DeepSeek's latent one, drafters here have Llama's"
         yield Problem(where, "init.architecture", message, _OTHER)
@@ -128,6 +128,11 @@ def _unknown_parts(layout: Layout, where: str) -> Iterator[Problem]:
         yield Problem(where, "init.architecture", message, _OTHER)
     if layout.fields.get("model_type") == "qwen3":
         yield Problem(where, "init.architecture", "is of Qwen3's layers, with norms on each head's query", _OTHER)
+    new = layout.fields.get("rope_parameters")
+    thetas = [layout.fields.get("rope_theta"), new.get("rope_theta") if isinstance(new, dict) else None]
+    if None not in thetas and thetas[0] != thetas[1]:
+        message = f"rope_theta is {thetas[0]!r}, and {thetas[1]!r} in rope_parameters, expected one value"
+        yield Problem(where, "draft.rope.value", message, "remove the wrong one")
 
 
 def _id_problems(layout: Layout, where: str) -> list[Problem]:

@@ -95,6 +95,7 @@ def test_absolute_ids_are_told_from_offsets(first: Path, config_of: Make) -> Non
         ({"rms_norm_eps": 0}, {"config.rms_norm_eps"}),
         ({"rope_theta": None}, {"config.rope_theta"}),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"draft.rope.kind"}),
+        ({"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, {"draft.rope.value"}),
         ({"norm_before_residual": True}, {"init.architecture"}),
         ({"model_type": "qwen3"}, {"init.architecture", "config.model_type"}),
         ({"draft_vocab_size": None}, {"config.size"}),
