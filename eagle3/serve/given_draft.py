@@ -34,13 +34,14 @@ from eagle3.wiring.checks import check_checkpoint
 from eagle3.wiring.contract import CONTRACT_FILE, WiringContract
 from eagle3.wiring.conventions import LAYER_IDS, NESTED_KEY
 from eagle3.wiring.draft_vocab import target_ids_of
-from eagle3.wiring.layouts import Layout, recognise
+from eagle3.wiring.layouts import LOADERS, Layout, recognise
 from eagle3.wiring.targets import CONFIG_FILE
 from eagle3.wiring.weights import WEIGHTS_FILE, Weights, read_weights
 
 _TABLES = ("d2t", "t2d")
 _DEFAULT_EPS = 1e-6
 """Of Transformers' Llama config, and so of a server, where config.json has no `rms_norm_eps`."""
+_FLAGS = ("norm_output", "fc_norm", "norm_before_fc", "norm_before_residual")
 _OTHER = "start from a drafter like ours, or train without init_from"
 _T = TypeVar("_T")
 
@@ -123,6 +124,19 @@ def _unknown_parts(layout: Layout, where: str) -> Iterator[Problem]:
     if layout.mla:
         message = f"is {layout.architecture}: its attention is DeepSeek's latent one, drafters here have Llama's"
         yield Problem(where, "init.architecture", message, _OTHER)
+    elif not isinstance(layout.architecture, str) or layout.architecture not in LOADERS["vllm"]:
+        message = (
+            f"architectures is {layout.fields.get('architectures')!r}, expected one of {', '.join(LOADERS['vllm'])}"
+        )
+        yield Problem(where, "init.architecture", message, _OTHER)
+    nested = layout.fields.get("eagle_config")
+    steps = nested.get("parallel_draft_step", 1) if isinstance(nested, dict) else 1
+    if steps != 1:
+        yield Problem(where, "init.architecture", f"parallel_draft_step is {steps!r}, drafters here have 1", _OTHER)
+    for name in _FLAGS:
+        if layout.fields.get(name, False) not in (True, False, None):
+            message = f"{name} is {layout.fields[name]!r}, expected true or false"
+            yield Problem(where, "init.architecture", message, "correct it")
     if option(layout.fields, "norm_before_residual"):
         message = "norm_before_residual is true: its residual is the normed state, here it is the state itself"
         yield Problem(where, "init.architecture", message, _OTHER)
