@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from eagle3.config import TrainConfig
 from eagle3.data.store import StoredSample
 from eagle3.errors import Problem, ProblemsError
+from eagle3.serve.export import export_run
 from eagle3.train.setup import make_setup
 from eagle3.train.trainer import run_training
 from tests.stores import HIDDEN, VOCAB, random_contract, write_random_store
-from tests.unit.serve.cases import edit_tensors
+from tests.unit.serve.cases import edit_tensors, make_kimi_run, serve
 from tests.unit.train.warm_cases import LAYER_IDS, make_first_run, warm_config, write_as_another_tool
 
 NAN = float("nan")
@@ -143,6 +144,20 @@ def test_everything_that_is_wrong_is_listed_at_once(config_of: Make) -> None:
 def test_layers_of_another_drafter_are_described(config_of: Make) -> None:
     (problem,) = problems(config_of(config=ids(1, 3, 6)))
     assert "layers 1, 3, 6 by" in problem.message and "every layer is one too late" in problem.message
+
+
+def test_without_ids_fc_says_how_many_layers_it_reads(config_of: Make) -> None:
+    config = config_of(config={"eagle_config": None}, fc__weight=torch.ones(HIDDEN, 2 * HIDDEN))
+    assert kinds(config) == ["init.layers_unknown", "init.num_aux"]
+
+
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"])
+def test_our_own_export_for_kimi_needs_no_explanation(tmp_path: Path, version: str) -> None:
+    run = make_kimi_run(tmp_path)
+    export_run(serve(run, tmp_path / "out", engine_version=version))
+    values = {"dataset": run.dataset, "output_indices": [2, 30, 58], "eval_fraction": 0.0}
+    setup = make_setup(warm_config(tmp_path, tmp_path / "new", tmp_path / "out", **values))
+    assert setup.contract == run.contract
 
 
 def test_what_is_not_in_config_json_has_to_be_said(first: Path, config_of: Make) -> None:
