@@ -45,7 +45,7 @@ class RopeSection(Section):
 
 
 class DraftSection(Section):
-    """Shape of the drafter; what is left out follows the target."""
+    """Shape of the drafter; what is left out follows the target, or with `init_from` that checkpoint."""
 
     num_hidden_layers: PositiveInt = 1
     """Decoder layers; only 1 is supported (more would make the TTT chains depend on each other)."""
@@ -73,6 +73,15 @@ class DraftSection(Section):
     """Start head and final norm from the target's, or everything at random."""
     fc_init: Literal["last_slot", "random"] = "last_slot"
     """Start `fc` by passing the deepest captured layer on (plus small noise), or at random."""
+
+    def names(self, key: str) -> bool:
+        """Whether a key was given, and not as null."""
+        return key in self.model_fields_set and getattr(self, key) is not None
+
+    @model_serializer(mode="wrap")
+    def _without_options_left_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key not in _OPTIONS or key in self.model_fields_set}
 
 
 class TTTSection(Section):
@@ -146,6 +155,13 @@ class TrainConfig(Section):
     """Train on a store whose extraction has not ended."""
     eval_fraction: Fraction = 0.05
     """Share of the samples held out when `eval_dataset` is not given."""
+    init_from: PathText | None = None
+    """Start from the weights of a drafter: folder of an exported checkpoint, whoever wrote it, or of a run; see
+    docs/training.md."""
+    init_layers: list[LayerIndex] | None = None
+    """Output indices that the drafter in `init_from` was trained on, where its config.json leaves that open."""
+    rebuild_vocab: bool = False
+    """Count the draft vocab anew and move the rows of its head, in place of keeping that of `init_from`."""
     draft: DraftSection = Field(default_factory=DraftSection)
     ttt: TTTSection = Field(default_factory=TTTSection)
     optim: OptimSection = Field(default_factory=OptimSection)
@@ -203,6 +219,13 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _starts_from_something(self) -> Self:
+        given = [name for name in ("init_layers", "rebuild_vocab") if getattr(self, name) not in (None, False)]
+        if self.init_from is None and given:
+            raise ValueError(f"{' and '.join(given)} without init_from: there is no drafter to start from")
+        return self
+
     @model_serializer(mode="wrap")
     def _without_what_is_replaced(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
@@ -210,5 +233,7 @@ class TrainConfig(Section):
         return {name: value for name, value in values.items() if name not in replaced}
 
 
+_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc")
+"""Keys of `draft` that follow `init_from` unless they are given, so a stored config must not give them by itself."""
 _REPLACED = ("batch_size", "pack")
 """Keys in whose place `batch_tokens` stands."""

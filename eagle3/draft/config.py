@@ -73,9 +73,8 @@ class RopeConfig:
         )
         old = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
         new = {"rope_theta": config.get("rope_theta"), **(config.get("rope_parameters") or {})}
-        found = [_rope_values(layout) for layout in (old, new) if layout.keys() != {"rope_theta"}] or [
-            _rope_values(old)
-        ]
+        given = [layout for name, layout in (("rope_scaling", old), ("rope_parameters", new)) if config.get(name)]
+        found = [_rope_values(layout) for layout in given or [old]]
         if found[0] != found[-1]:
             raise ProblemsError([_rope_problem("value", f"rope_scaling says {found[0]}, rope_parameters {found[1]}")])
         return cls(**found[0])
@@ -295,12 +294,12 @@ def _rope_values(layout: dict[str, Any]) -> dict[str, Any]:
         RopeConfig(rope_type=values["rope_type"])
     known = {field.name for field in dataclasses.fields(RopeConfig)}
     problems = [
-        _rope_problem("kind", f"the target uses {name} ({value!r}), which the drafter does not have")
+        _rope_problem("kind", f"the config uses {name} ({value!r}), which the drafter does not have")
         for name, value in values.items()
         if name not in known
     ]
     if "rope_theta" not in values:
-        problems.append(_rope_problem("missing", "the target's config has no rope_theta"))
+        problems.append(_rope_problem("missing", "the config has no rope_theta"))
     raise_problems(problems)
     return values
 

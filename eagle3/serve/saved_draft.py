@@ -71,6 +71,20 @@ def load_run(run: Path, checkpoint: str = "best") -> SavedDraft:
             disagreement.
     """
     folder = find_checkpoint(run, checkpoint)
+    config, vocab, contract = load_run_shape(run)
+    load_state(folder)
+    state = read_tensors(folder / WEIGHTS_FILE)
+    problems = check_tensors(state, trained_shapes(config), str(folder / WEIGHTS_FILE))
+    raise_problems([*problems, *_disagreements(config, vocab, contract, str(run))])
+    return SavedDraft(state, config, vocab, contract)
+
+
+def load_run_shape(run: Path) -> tuple[DraftConfig, DraftVocab, WiringContract]:
+    """What a run trains: shape, draft vocab and contract; whether they agree is not checked.
+
+    Raises:
+        ProblemsError: a file is missing or damaged.
+    """
     config = DraftConfig.from_dict(read_json_object(run / "draft_config.json", "the draft config of a run"))
     contract = WiringContract.load(run)
     vocab_file = run / "draft_vocab.safetensors"
@@ -78,12 +92,7 @@ def load_run(run: Path, checkpoint: str = "best") -> SavedDraft:
     if tables.keys() != {"d2t", "t2d"}:
         message = f"holds {sorted(tables)}, expected d2t and t2d"
         raise problem_error(str(vocab_file), "draft_vocab.tables", message, "train again, or restore the file")
-    vocab = DraftVocab.from_tables(tables["d2t"], tables["t2d"], str(vocab_file))
-    load_state(folder)
-    state = read_tensors(folder / WEIGHTS_FILE)
-    problems = check_tensors(state, trained_shapes(config), str(folder / WEIGHTS_FILE))
-    raise_problems([*problems, *_disagreements(config, vocab, contract, str(run))])
-    return SavedDraft(state, config, vocab, contract)
+    return config, DraftVocab.from_tables(tables["d2t"], tables["t2d"], str(vocab_file)), contract
 
 
 def find_checkpoint(run: Path, checkpoint: str) -> Path:

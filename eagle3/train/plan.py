@@ -24,7 +24,7 @@ from eagle3.train.engine import asked_for
 from eagle3.train.float8 import check_float8
 from eagle3.train.memory import Run, evaluation_bytes
 from eagle3.train.samples import Samples
-from eagle3.train.setup import draft_config, open_samples, ttt_settings
+from eagle3.train.setup import open_samples, planned_shape, ttt_settings
 from eagle3.train.worst_batch import Worst, find_worst, largest
 from eagle3.wiring.report import aligned
 
@@ -157,10 +157,10 @@ def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes:
     """What the memory of a run depends on, its micro-batches aside; loads no weights.
 
     Raises:
-        ProblemsError: the drafter cannot have this shape.
+        ProblemsError: the drafter cannot have this shape, or the one in `init_from` does not fit.
     """
     reader = samples.train.reader
-    draft = draft_config(config, reader, config.draft.draft_vocab_size or reader.contract.vocab_size)
+    draft = planned_shape(config, reader)
     head = reader.target_head()["lm_head.weight"].element_size()
     states = getattr(torch, reader.contract.dtype)
     types = Types(

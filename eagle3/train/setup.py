@@ -5,14 +5,14 @@ Shapes: D draft vocab, H target hidden, V target vocab.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from eagle3.config import DraftSection, TrainConfig
+from eagle3.config import TrainConfig
 from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
 from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
@@ -29,6 +29,7 @@ from eagle3.train.feed import Dataset
 from eagle3.train.moments import moment_bytes
 from eagle3.train.ring_feed import check_ring, ring_windows
 from eagle3.train.samples import Samples, TrainSamples, select_ring_samples, select_samples
+from eagle3.train.warm_start import WarmStart, find_warm_start
 from eagle3.wiring.contract import WiringContract, config_digest
 from eagle3.wiring.layers import check_output_indices, is_int
 
@@ -44,6 +45,7 @@ class Setup:
         module: the drafter with its loss, on the CPU, in float32, as it is before the first step.
         head: the target's head, on the CPU; of the draft vocab alone where the samples have its greedy tokens.
         notes: what a user should know, a line each.
+        origin: what the run's provenance says besides: the drafter that it starts from, if any.
     """
 
     contract: WiringContract
@@ -52,6 +54,7 @@ class Setup:
     module: TTTLoss
     head: TargetHead
     notes: list[str]
+    origin: dict[str, Any] = field(default_factory=dict)
 
 
 def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
@@ -62,17 +65,21 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
 
     Raises:
         ProblemsError: the dataset is damaged, or is not what the config asks for (every difference is listed); the
-            drafter cannot have this shape.
+            drafter cannot have this shape; the one in `init_from` is damaged or does not fit (likewise).
     """
     samples = open_samples(config, processes)
     reader, ttt = samples.train.reader, ttt_settings(config)
-    vocab, coverage = choose_vocab(config.draft, samples.train)
+    warm = find_warm_start(config, reader)
+    vocab, coverage = choose_vocab(config, samples.train, warm)
     target = reader.target_head()
-    module = TTTLoss(make_model(config, reader, vocab, target), vocab, ttt)
+    model = make_model(config, reader, vocab, target, warm)
+    kept = "" if warm is None else warm.take(model, vocab)
+    module = TTTLoss(model, vocab, ttt)
     counts = module.model.config.parameter_counts()
     notes = [
         *samples.notes,
-        f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens",
+        *([] if warm is None else warm.notes),
+        f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens{kept}",
         f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained",
         f"moments: {config.optim.moments}, {size_text(moment_bytes(module.model, config.optim.moments))}",
     ]
@@ -83,7 +90,7 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
     else:
         whole = size_text(head.lm_head.nbytes)
         notes.append(f"the target's greedy tokens are not stored (format 1 or 2): all of its head is kept, {whole}")
-    return Setup(contract, samples, vocab, module, head, notes)
+    return Setup(contract, samples, vocab, module, head, notes, {} if warm is None else warm.record)
 
 
 def ttt_settings(config: TrainConfig) -> TTTSettings:
@@ -125,30 +132,44 @@ def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> lis
     return problems + contract.compare(wanted, f"dataset {config.dataset}", "training config")
 
 
-def choose_vocab(draft: DraftSection, train: TrainSamples) -> tuple[DraftVocab, float]:
+def choose_vocab(config: TrainConfig, train: TrainSamples, warm: WarmStart | None) -> tuple[DraftVocab, float]:
     """The draft vocab and the share of supervised training tokens that it holds.
 
-    Counted over the training samples of this very dataset; the target's special tokens are kept.
+    That of the drafter which the run starts from, unless it is to be rebuilt; else counted over the training samples of
+    this very dataset, and the target's special tokens are kept.
     """
-    reader = train.reader
-    if draft.draft_vocab_size is None:
+    reader, size = train.reader, vocab_size(config, warm)
+    if size is None:
         return DraftVocab.full(reader.contract.vocab_size), 1.0
     counts = train.count_supervised()
+    if warm is not None and not warm.rebuild:
+        return warm.vocab, float(counts[warm.vocab.ids].sum() / counts.sum())
     keep_ids = reader.settings.get("keep_ids")
     if not isinstance(keep_ids, list) or not all(is_int(item) and abs(item) < 2**63 for item in keep_ids):
         message = f"settings.keep_ids is {str(keep_ids)[:60]}, expected the special tokens' ids"
         fix = "restore the manifest, or extract again into an empty folder"
         raise problem_error(reader.name, "store.keep_ids", message, fix)
-    vocab = DraftVocab.from_counts(counts, draft.draft_vocab_size, keep_ids)
+    vocab = DraftVocab.from_counts(counts, size, keep_ids)
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 
 
-def draft_config(config: TrainConfig, reader: Dataset, draft_vocab_size: int) -> DraftConfig:
-    """The drafter's shape.
+def vocab_size(config: TrainConfig, warm: WarmStart | None) -> int | None:
+    """Entries of the draft vocab; None for the target's whole one."""
+    if warm is None:
+        return config.draft.draft_vocab_size
+    return (config.draft.draft_vocab_size if warm.rebuild else None) or len(warm.vocab)
+
+
+def draft_config(
+    config: TrainConfig, reader: Dataset, draft_vocab_size: int, warm: WarmStart | None = None
+) -> DraftConfig:
+    """The drafter's shape: of the one that it starts from, else the config's and the target's.
 
     Raises:
         ProblemsError: the drafter cannot have it.
     """
+    if warm is not None:
+        return warm.shape(draft_vocab_size)
     shape = config.draft.model_dump(exclude={"init", "fc_init", "rope", "draft_vocab_size"})
     rope = None if config.draft.rope is None else RopeConfig(**config.draft.rope.model_dump())
     num_aux = len(config.output_indices)
@@ -157,9 +178,25 @@ def draft_config(config: TrainConfig, reader: Dataset, draft_vocab_size: int) ->
     )
 
 
-def make_model(config: TrainConfig, reader: Dataset, vocab: DraftVocab, target: dict[str, Tensor]) -> DraftModel:
-    """The drafter before its first step: the target's embedding; head and final norm by `draft.init`."""
-    model = DraftModel(draft_config(config, reader, len(vocab)))
+def planned_shape(config: TrainConfig, reader: Dataset) -> DraftConfig:
+    """The shape of a run's drafter, without its weights.
+
+    Raises:
+        ProblemsError: as `make_setup` about the drafter.
+    """
+    warm = find_warm_start(config, reader, values=False)
+    return draft_config(config, reader, vocab_size(config, warm) or reader.contract.vocab_size, warm)
+
+
+def make_model(
+    config: TrainConfig,
+    reader: Dataset,
+    vocab: DraftVocab,
+    target: dict[str, Tensor],
+    warm: WarmStart | None = None,
+) -> DraftModel:
+    """A drafter that has learnt nothing: the target's embedding; head and final norm by `draft.init`."""
+    model = DraftModel(draft_config(config, reader, len(vocab), warm))
     model.init_weights(config.seed)
     if config.draft.fc_init == "last_slot":
         start_fc_at_last_slot(model.fc)

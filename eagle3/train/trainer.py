@@ -104,7 +104,7 @@ class Trainer:
         self.state = self._prepare(checkpoint)
         raise_problems(check_active(self.engine))
         self.setup, self.resumed = setup, checkpoint is not None
-        self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex}
+        self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex, **setup.origin}
         self.tracker: Tracker | None = None
         self.since_line, self.imbalance = Interval(), Imbalance()
 

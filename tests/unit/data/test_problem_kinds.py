@@ -78,3 +78,15 @@ def test_every_kind_of_a_ring_is_documented_and_no_other() -> None:
                 code |= {kind.value} if isinstance(kind, ast.Constant) else set()
     found = {kind for kind in code if kind.startswith("ring.")}
     assert len(found) > 15 and found == documented - {"ring.wait_seconds"}
+
+
+def test_every_kind_of_a_warm_start_is_documented_and_no_other() -> None:
+    section = (
+        (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8").split("\n## Warm starts\n")[1].split("\n## ")[0]
+    )
+    documented = set(re.findall(r"`(init\.[a-z_]+)`", section))
+    sources = [ROOT / "eagle3/serve/given_draft.py", *(ROOT / "eagle3/train").glob("warm_*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    sizes = ("hidden_size", "target_hidden_size", "vocab_size", "num_aux")  # what `init.{name}` is put together from
+    assert 'f"init.{name}"' in text and all(f'        "{name}": (shape.' in text for name in sizes)
+    assert documented == set(re.findall(r'"(init\.[a-z_]+)"', text)) | {f"init.{name}" for name in sizes}

@@ -121,6 +121,7 @@ def test_fault_20_both_config_layouts_give_the_same_rope() -> None:
     assert RopeConfig.from_hf(old.to_hf()) == old
     plain = RopeConfig.from_hf({"rope_theta": 5e4, "rope_scaling": None})
     assert plain == RopeConfig.from_hf({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}})
+    assert plain == RopeConfig.from_hf({"rope_parameters": {"rope_theta": 5e4}})
     assert plain.to_hf() == {"rope_theta": 5e4, "rope_scaling": None} and RopeConfig.from_hf(plain.to_hf()) == plain
 
 
