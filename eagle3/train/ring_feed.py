@@ -121,6 +121,8 @@ class RingFeed:
         rewind: the ring may go back to shards that were released.
     """
 
+    releases = True
+
     def __init__(self, reader: RingReader, windows: RingWindows, rewind: bool) -> None:
         self._reader, self._windows, self._rewind = reader, windows, rewind
         self._saved = 0

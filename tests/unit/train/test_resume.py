@@ -23,7 +23,7 @@ from eagle3.train.trainer import Trainer, run_training
 from tests.stores import rewrite_manifest, train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
-TIMES = {"tokens_per_second", "seconds", "data_wait"}
+TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
