@@ -60,8 +60,11 @@ class StopRequest:
                 with suppress(OSError):  # not print: this may interrupt one
                     os.write(2, f"\n{self.name}: stopping after this step; {again}\n".encode())
         elif now - self._since >= SAME_SECONDS:
+            before = self._before[number]
             self._put_back()
             os.kill(os.getpid(), number)
+            if before is signal.SIG_DFL:  # a container's first process: the system does not end it
+                os._exit(128 + number)
 
     def _put_back(self) -> None:
         while self._before:
