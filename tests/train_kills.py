@@ -95,10 +95,9 @@ def rank_work(case: Case, folder: Path, rank: int, port: int, deadly: Deadly) ->
     if case.ranks > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
         os.environ.update(where | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    step, save, alive = Trainer._step, checkpoint.save_tensors, set()
+    step, save = Trainer._step, checkpoint.save_tensors
 
     def noted(self: Trainer, window: Any, *args: Any) -> str:
-        alive.add(self)  # freeing what gloo used may never end (torch 2.13): this process ends without
         descriptor = os.open(folder / "trained.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, (json.dumps([self.state.step + 1, self.feed.ids(window)]) + "\n").encode())
         os.close(descriptor)

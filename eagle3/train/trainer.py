@@ -77,6 +77,8 @@ def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
             print("\n".join(lines), file=sys.stderr)
         with trainer.stop.listening() if signals else nullcontext():
             result = trainer.train()
+    del trainer  # DDP as the last to hold its process group waits, with the GIL, for a thread that may need it
+    accelerator.free_memory()
     accelerator.end_training()
     return result
 
