@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 
 EXIT_OK = 0
 EXIT_PROBLEMS = 2
+EXIT_STOPPED = 75
+"""Asked to stop, and saved: sysexits.h's EX_TEMPFAIL, "try again"."""
 
 
 @dataclass(frozen=True)

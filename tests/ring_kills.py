@@ -50,7 +50,7 @@ CALLS_OF_A_SHARD, SECONDS_OF_A_SHARD = 40, 0.02
 """About as many as either side takes, so that kills come at any time of its work."""
 
 MOST_SECONDS = 60
-TIMES = {"tokens_per_second", "seconds", "data_wait"}
+TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 POLL_SECONDS = 0.002
 
 
@@ -168,7 +168,7 @@ class Side:
     def said(self) -> str:
         """What it said last, and what its threads do now."""
         if self._process:
-            os.kill(self._process, signal.SIGUSR1)
+            os.kill(self._process, signal.SIGUSR2)
             time.sleep(1)
         return f"\nthe {self.name}, {'ended' if self.ended else f'process {self._process}'}:\n{self._log.read_text()}"
 
@@ -189,7 +189,7 @@ def quietly(log: Path, deadly: Deadly, work: Callable[[], None]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR2)
     ring_reader._POLL_SECONDS = ring_writer._POLL_SECONDS = POLL_SECONDS
     deadly.install()
     try:

@@ -1,6 +1,7 @@
 """The `eagle3` command. Thin: each command reads its config, calls one function and prints what came back.
 
-Exit codes: 0 done, 2 the input has problems (all of them are printed), 130 interrupted.
+Exit codes: 0 done, 2 the input has problems (all of them are printed), 75 training was asked to stop and is saved, 130
+interrupted.
 """
 
 from __future__ import annotations

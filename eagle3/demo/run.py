@@ -86,7 +86,7 @@ def run_demo(output: Path | None, target: str | None = None) -> DemoReport:
         run_extract(_extract_config(output / "held-out", path, questions, indices))
     with _stage(3, "train"):
         train = {"dataset": str(output / "states"), "output": str(output / "run"), "output_indices": list(indices)}
-        trained = run_training(_config(TrainConfig, "train", train))
+        trained = run_training(_config(TrainConfig, "train", train), signals=False)
     with _stage(4, "evaluate: MT-bench questions that training never saw"):
         untrained = _random_drafter(output)
         evaluated = evaluate_checkpoint(output / "run", output / "held-out", STEPS)

@@ -104,6 +104,11 @@ class Feed(Protocol):
         """
         ...
 
+    @property
+    def releases(self) -> bool:
+        """Whether `saved` gives up what a run without that checkpoint needs: it must be in place before."""
+        ...
+
     def must_save(self, step: int) -> bool:
         """Whether a checkpoint is needed after `step` steps, so that there is room for what follows."""
         ...
@@ -131,6 +136,8 @@ class StoreFeed:
         plan: order and division of the samples.
         epochs: passes over them.
     """
+
+    releases = False
 
     def __init__(self, reader: StoreReader, indices: Sequence[int], plan: BatchPlan, epochs: int) -> None:
         self._reader, self._indices, self._plan = reader, indices, plan

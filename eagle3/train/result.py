@@ -24,6 +24,7 @@ class TrainResult:
         acceptance_length_before, acceptance_length: on the held-out samples, before and after training.
         best_checkpoint: the best one's folder; the last one where nothing is held out.
         is_main_process: whether this rank should report.
+        stopped: a signal ended it before its last step; its last checkpoint is that of `steps`.
     """
 
     run: Path
@@ -36,6 +37,7 @@ class TrainResult:
     acceptance_length: float
     best_checkpoint: Path
     is_main_process: bool
+    stopped: bool = False
 
     def render(self) -> str:
         """The same as text for people."""
@@ -43,8 +45,9 @@ class TrainResult:
         lengths = f", before and after: {self.acceptance_length_before:.3f}, {self.acceptance_length:.3f}"
         if math.isnan(self.acceptance_length):
             lengths = ": not measured, nothing was held out or no answer is longer than one token"
+        stopped = ", stopped by a signal: the same command goes on from there" if self.stopped else ""
         lines = [
-            f"{self.steps} steps ({self.skipped} skipped: no loss term in them)",
+            f"{self.steps} steps ({self.skipped} skipped: no loss term in them){stopped}",
             f"loss, first and last: {self.first_loss:.4f}, {self.last_loss:.4f}",
             f"step accuracy: {accuracy}",
             f"acceptance length{lengths}",
@@ -53,7 +56,7 @@ class TrainResult:
         return "\n".join(lines)
 
 
-def read_result(run: Path, state: TrainState, is_main_process: bool) -> TrainResult:
+def read_result(run: Path, state: TrainState, is_main_process: bool, stopped: bool = False) -> TrainResult:
     """The result of the run that ended in `state`."""
     best = state.best.checkpoint if state.best is not None else checkpoint_name(state.step)
     records = read_log(run / LOG_FILE)
@@ -71,6 +74,7 @@ def read_result(run: Path, state: TrainState, is_main_process: bool) -> TrainRes
         acceptance_length=lengths[-1],
         best_checkpoint=checkpoints_folder(run) / best,
         is_main_process=is_main_process,
+        stopped=stopped,
     )
 
 

@@ -125,6 +125,8 @@ class RingFeed:
         cost: of samples, whose supervised tokens the ring's plan says.
     """
 
+    releases = True
+
     def __init__(self, reader: RingReader, windows: RingWindows, rewind: bool, cost: Cost) -> None:
         self._reader, self._windows, self._rewind, self._cost = reader, windows, rewind, cost
         self._saved = 0

@@ -1,8 +1,8 @@
 """Where metrics go: `log.jsonl` always, Weights & Biases if asked for.
 
-A line is one JSON object with `kind`: `train` (a step), `skip` (a step without a loss term) or `eval` (held-out
-samples; step 0 is before training). On resume the lines after the checkpoint's step are dropped, so that the log of a
-resumed run reads like an uninterrupted one's.
+A line is one JSON object with `kind`: `train` (a step), `skip` (a step without a loss term), `eval` (held-out
+samples; step 0 is before training) or `stop` (a signal). On resume the lines after the checkpoint's step are
+dropped, and that of the stop, so that the log of a resumed run reads like an uninterrupted one's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Tracker:
 
     def __init__(self, run: Path, tracking: TrackingSection, run_id: str, resumed_step: int | None) -> None:
         self.path = run / LOG_FILE
-        self.records = [] if resumed_step is None else [r for r in read_log(self.path) if r["step"] <= resumed_step]
+        before = [] if resumed_step is None else [r for r in read_log(self.path) if r["step"] <= resumed_step]
+        self.records = [record for record in before if record["kind"] != "stop"]
         write_text_atomic(self.path, "".join(_line(record) for record in self.records))
         self._wandb = None if tracking.wandb == "off" else _start_wandb(run, tracking, run_id)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from eagle3.config import TrainConfig
@@ -29,29 +29,33 @@ from eagle3.files import only_writer, refuse_url, write_json_atomic
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.train.balance import Imbalance, balance_notes
-from eagle3.train.checkpoint import (
-    Best,
-    TrainState,
-    checkpoint_name,
-    load_checkpoint,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from eagle3.train.checkpoint import Best, TrainState, checkpoint_name, load_checkpoint
+from eagle3.train.disk_room import checkpoint_bytes, room_note
 from eagle3.train.engine import check_active, describe, make_accelerator, make_engine
 from eagle3.train.engines.base import Engine
 from eagle3.train.evaluation import evaluate
 from eagle3.train.float8 import check_float8
+from eagle3.train.interval import Interval
 from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
 from eagle3.train.samples import order_of
+from eagle3.train.saver import Saver
 from eagle3.train.setup import Setup, make_setup
+from eagle3.train.signals import StopRequest
 from eagle3.train.tracking import Tracker, check_tracking
 from eagle3.train.window import Totals, accumulate_window
 
+_FAILED = 2.0**20
+"""What a process that cannot save raises among the ranks; one that was asked to stop raises 1."""
 
-def run_training(config: TrainConfig) -> TrainResult:
+
+def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
     """Trains a drafter, or goes on with the run that lies in `config.output`.
+
+    Args:
+        signals: SIGTERM, SIGINT or SIGUSR1 stops the run after a step, saved, if this is the main thread; handlers are
+            put back when training ends.
 
     Raises:
         ProblemsError: anything about the launch, the dataset, the config or the run folder, before it is touched;
@@ -66,14 +70,19 @@ def run_training(config: TrainConfig) -> TrainResult:
         raise_problems(check_float8(shape, config.mixed_precision, accelerator.device), "cannot train in float8")
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
+    size = checkpoint_bytes(setup.module.model, config.optim.moments)
     accelerator.wait_for_everyone()
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, setup, accelerator, checkpoint)
         if accelerator.is_main_process:
             lines = [*describe(trainer.engine, accelerator), *setup.notes, *balance_notes(trainer.feed)]
+            lines += filter(None, [room_note(run, config.keep_checkpoints, size)])
             lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
             print("\n".join(lines), file=sys.stderr)
-        result = trainer.train()
+        with trainer.stop.listening() if signals else nullcontext():
+            result = trainer.train()
+    del trainer  # DDP as the last to hold its process group waits, with the GIL, for a thread that may need it
+    accelerator.free_memory()
     accelerator.end_training()
     return result
 
@@ -107,6 +116,8 @@ class Trainer:
         self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex, **setup.origin}
         self.tracker: Tracker | None = None
         self.since_line, self.imbalance = Interval(), Imbalance()
+        self.stop, self.stopping = StopRequest(), False
+        self.saver = Saver(self.run, config.keep_checkpoints, self.engine.copies)
 
     def train(self) -> TrainResult:
         """Runs the steps that are left."""
@@ -114,13 +125,27 @@ class Trainer:
         with self.feed.opened(step, self.total_steps, str(self.origin["run_id"]), is_main):
             self.tracker = self._open_run() if is_main else None
             if step < self.total_steps:
-                self._train()
+                with self.saver:
+                    self._train()
         if self.tracker is not None:
-            self.tracker.close()
-            if step < self.total_steps and (note := self.feed.note(*self.since_line.in_all())):
-                print(note, file=sys.stderr)
+            self._report(step < self.total_steps)
         self.accelerator.wait_for_everyone()
-        return read_result(self.run, self.state, self.accelerator.is_main_process)
+        return read_result(self.run, self.state, is_main, self.stopping)
+
+    def _report(self, trained: bool) -> None:
+        assert self.tracker is not None
+        lines = []
+        if self.stopping:
+            self._log("stop", signal=self.stop.name)
+            lines.append(
+                f"stopped by {self.stop.name or 'a signal to another process'} after step {self.state.step} of "
+                f"{self.total_steps}, which is saved: the same command goes on from there"
+            )
+        self.tracker.close()
+        if trained:
+            lines += filter(None, [self.feed.note(*self.since_line.in_all()), self.saver.note()])
+        for line in lines:
+            print(line, file=sys.stderr)
 
     def _train(self) -> None:
         tokens_left = sum(self.feed.tokens(window) for windows in self._epochs_left() for window in windows)
@@ -137,6 +162,8 @@ class Trainer:
                         note = self._step(window, batches, ahead)
                         advance(self.feed.tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
                         self._evaluate_and_save()
+                        if self.stopping:
+                            return
                         self.since_line.begin()
 
     def _epochs_left(self) -> Iterator[list[Window]]:
@@ -151,7 +178,10 @@ class Trainer:
         """Trains on one window, begins the next and logs this one; returns a note for the progress bar."""
         step, engine = self.state.step + 1, self.engine
         rate = learning_rate(step, self.total_steps, self.config.optim)
-        totals = accumulate_window(engine.model, self.module, batches, self.head, engine, ahead.begin)
+        totals = accumulate_window(engine.model, self.module, batches, self.head, engine, ahead.begin, self._flag)
+        if totals.raised >= _FAILED:
+            self._settle()
+        self.stopping = totals.raised > 0 and step < self.total_steps
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
         self.since_line.end(self.feed.tokens(window))
@@ -165,7 +195,7 @@ class Trainer:
         loss = totals.loss(self.config.ttt.decay)
         if step == 1 or step == self.total_steps or step % self.config.tracking.log_every == 0:
             accuracy = totals.step_accuracy()
-            speed = self.since_line.take() | self.imbalance.take()
+            speed = {**self.since_line.take(), **self.imbalance.take(), **self.saver.take()}
             self._log("train", epoch=epoch, loss=loss, lr=rate, grad_norm=norm, step_accuracy=accuracy, **speed)
         return f"loss {loss:.4f}"
 
@@ -187,8 +217,11 @@ class Trainer:
         improved = False
         if last or self._is_due(step, self.config.eval_every):
             improved = self._evaluate()
-        if last or improved or self._is_due(step, self.config.save_every) or self.feed.must_save(step):
+        due = last or self.stopping or self._is_due(step, self.config.save_every)
+        if due or improved or self.feed.must_save(step):
             self._save()
+            if last or self.stopping or self.feed.releases:
+                self._settle()
             self.feed.saved(step, last, self.accelerator.is_main_process)
 
     def _is_due(self, step: int, every: int | None) -> bool:
@@ -211,13 +244,26 @@ class Trainer:
     def _save(self) -> None:
         if self.samples.heldout is None:
             self.state = replace(self.state, best=Best(checkpoint_name(self.state.step), None, None))
-        weights, moments = self.engine.weights(), self.engine.moments()
-        if self.accelerator.is_main_process:
-            save_checkpoint(self.run, weights, moments, self.state)
-            self._point_at_best()
-            best = self.state.best
-            remove_old_checkpoints(self.run, self.config.keep_checkpoints, best.checkpoint if best else None)
-        self.accelerator.wait_for_everyone()
+        with self.saver.waiting():
+            weights, moments = self.engine.weights(), self.engine.moments()
+            if self.accelerator.is_main_process:
+                self.saver.begin(weights, moments, self.state)
+
+    def _flag(self) -> float:
+        """What this process has to say to the others in a step."""
+        return _FAILED * self.saver.failed + (self.stop.name is not None)
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint being written, on every process; where that failed, all of them raise."""
+        with self.saver.waiting():
+            error = self.saver.wait()
+            failed = torch.tensor(float(error is not None), device=self.engine.device)
+            failed = self.engine.reduce(failed, reduction="sum")
+        if error is not None:
+            raise error
+        if failed:
+            fix = "see what the main process says"
+            raise problem_error(str(self.run), "train.not_saved", "the main process could not save a checkpoint", fix)
 
     def _prepare(self, folder: Path | None) -> TrainState:
         """Hands the drafter to the engine, as it begins or as a checkpoint has it."""
@@ -248,39 +294,3 @@ class Trainer:
     def _log(self, kind: str, **values: object) -> None:
         if self.tracker is not None:
             self.tracker.log(kind, self.state.step, **values)
-
-
-class Interval:
-    """Tokens, training time and time spent waiting for data, since the last log line and in all."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
-        self._all_seconds = self._all_waited = 0.0
-        self._started = 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts what it encloses as waiting."""
-        begin = time.monotonic()
-        yield
-        self.waited += time.monotonic() - begin
-
-    def in_all(self) -> tuple[float, float]:
-        """(share of the training time, seconds) spent waiting, over all intervals that were taken."""
-        return self._all_waited / self._all_seconds if self._all_seconds else 0.0, self._all_waited
-
-    def begin(self) -> None:
-        self._started = time.monotonic()
-
-    def end(self, tokens: int) -> None:
-        self.seconds += time.monotonic() - self._started
-        self.tokens += tokens
-
-    def take(self) -> dict[str, float]:
-        """`tokens_per_second`, `seconds` and `data_wait` (a share) of the interval, which starts anew."""
-        share = self.waited / self.seconds
-        values = {"tokens_per_second": self.tokens / self.seconds, "seconds": self.seconds, "data_wait": share}
-        self._all_seconds += self.seconds
-        self._all_waited += self.waited
-        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
-        return values

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ class Totals:
         in_vocab: number of those terms.
         correct: terms where the draft's greedy token is the target's.
         active: number of all terms.
+        raised: what the ranks' `flag` gave, added up.
     """
 
     loss_sums: Tensor
     in_vocab: Tensor
     correct: Tensor
     active: Tensor
+    raised: float = 0.0
 
     def loss(self, decay: float) -> float:
         """Sum over k of decay^k times the mean of step k; NaN without a term."""
@@ -58,6 +60,7 @@ def accumulate_window(
     head: TargetHead,
     accelerator: Ranks,
     meanwhile: Callable[[], None],
+    flag: Callable[[], float] = lambda: 0.0,
 ) -> Totals:
     """Adds up the gradients of a window, which are zero where it has no term on any rank.
 
@@ -70,6 +73,7 @@ def accumulate_window(
         head: the target's head, on the engine's device.
         accelerator: the run's engine, or an `Accelerator`.
         meanwhile: called once the device has work of the window: what it does runs beside that.
+        flag: a number that the ranks add up, by a reduction that they make anyway; called once the device has all work.
     """
     device = accelerator.device
     moved = [batch.to(device, non_blocking=True) if len(batches) == 1 else batch for batch in batches]
@@ -83,8 +87,9 @@ def accumulate_window(
     if device.type == "cpu":  # there is no later: a micro-batch is done when its call returns
         meanwhile()
     with module.keeping_weights():
-        loss_sums, correct = _run_window(model, moved, counts, in_vocab, accelerator, meanwhile)
-    return make_totals(loss_sums, in_vocab, correct, active)
+        sums = _run_window(model, moved, counts, in_vocab, accelerator, meanwhile, flag)
+    totals = make_totals(sums[0], in_vocab, sums[1], active)
+    return replace(totals, raised=float(sums[2, 0]))
 
 
 def _run_window(
@@ -94,13 +99,14 @@ def _run_window(
     in_vocab: Tensor,
     accelerator: Ranks,
     meanwhile: Callable[[], None],
-) -> tuple[Tensor, Tensor]:
+    flag: Callable[[], float] = lambda: 0.0,
+) -> Tensor:
     """Runs every micro-batch on every rank, so that all stay in step; gradients are exchanged after the last one.
 
     Every engine averages gradients over ranks; the loss is multiplied by their number, since `in_vocab` is global.
 
     Returns:
-        (loss_sums, correct), float64 [K] each, summed over micro-batches and ranks.
+        float64 [3, K]: loss_sums and correct, summed over micro-batches and ranks, and the ranks' `flag`, K times.
     """
     sums = []
     for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
@@ -111,9 +117,11 @@ def _run_window(
         if number == 0 and accelerator.device.type != "cpu":
             meanwhile()
         sums.append(torch.stack([output.loss_sums.double(), output.correct.double()]))
-    loss_sums, correct = accelerator.reduce(torch.stack(sums).sum(0), reduction="sum")
-    return loss_sums, correct
+    local = torch.stack(sums).sum(0)
+    reduced: Tensor = accelerator.reduce(torch.cat([local, torch.full_like(local[:1], flag())]), reduction="sum")
+    return reduced
 
 
 def make_totals(loss_sums: Tensor, in_vocab: Tensor, correct: Tensor, active: Tensor) -> Totals:
-    return Totals(*(part.double().cpu() for part in (loss_sums, in_vocab, correct, active)))
+    loss_sums, in_vocab, correct, active = (part.double().cpu() for part in (loss_sums, in_vocab, correct, active))
+    return Totals(loss_sums, in_vocab, correct, active)

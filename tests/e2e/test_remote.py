@@ -26,7 +26,7 @@ from tests.unit.serve.cases import make_run
 from tests.unit.target.cases import extract_config, write_conversations
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hidden_state_store_v1"
-TIMES = {"tokens_per_second", "seconds", "data_wait"}
+TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 MASKS = [[0, 0] + [1] * 30, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
 

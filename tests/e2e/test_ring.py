@@ -30,7 +30,7 @@ from tests.unit.target.cases import extract_config, write_conversations
 
 ROOT = Path(__file__).parents[2]
 OUTPUT_INDICES = [2, 30, 58]
-TIMES = {"tokens_per_second", "seconds", "data_wait"}
+TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def start(command: str, config: Path) -> subprocess.Popen[str]:

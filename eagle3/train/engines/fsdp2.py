@@ -36,6 +36,7 @@ class FullySharded(OfAccelerator):
     """See `eagle3.train.engines.base.Engine`."""
 
     name = "fsdp2"
+    copies = True
 
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
         refuse_rounded_moments(self.name, optim)

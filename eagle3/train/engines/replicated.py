@@ -47,6 +47,8 @@ class OfAccelerator:
 class Replicated(OfAccelerator):
     """See `eagle3.train.engines.base.Engine`."""
 
+    copies = False
+
     def __init__(self, accelerator: Accelerator, bf16: bool) -> None:
         super().__init__(accelerator, bf16)
         self.name = "single" if accelerator.num_processes == 1 else "ddp"

@@ -35,9 +35,9 @@ def bf16_autocast(device: torch.device, wanted: bool) -> AbstractContextManager[
 
 
 def on_main(accelerator: Accelerator, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Takes tensors one at a time, on every process, and keeps them on the main process's CPU."""
+    """Takes tensors one at a time, on every process, and keeps copies in the main process's memory."""
     kept = {}
     for name, value in tensors:
         if accelerator.is_main_process:
-            kept[name] = value.detach().cpu()
+            kept[name] = value.detach().to("cpu", copy=True)
     return kept

@@ -37,6 +37,8 @@ class Zero(OfAccelerator):
         stage: 2 or 3.
     """
 
+    copies = True
+
     def __init__(self, accelerator: Accelerator, bf16: bool, stage: int) -> None:
         assert stage in (2, 3)
         super().__init__(accelerator, bf16)

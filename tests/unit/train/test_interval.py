@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from eagle3.data.batch_plan import BatchPlan
-from eagle3.train import trainer
+from eagle3.train import interval as module
 from eagle3.train.feed import StoreFeed
-from eagle3.train.trainer import Interval
+from eagle3.train.interval import Interval
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(trainer, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 

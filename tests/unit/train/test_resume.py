@@ -19,12 +19,14 @@ from eagle3.errors import ProblemsError
 from eagle3.files import only_writer, read_json
 from eagle3.serve.saved_draft import load_run
 from eagle3.train.checkpoint import list_checkpoints
+from eagle3.train.run_folder import find_resume_point
+from eagle3.train.setup import make_setup
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.stores import rewrite_manifest, train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
-TIMES = {"tokens_per_second", "seconds", "data_wait"}
+TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
@@ -212,6 +214,54 @@ def test_another_number_of_processes_is_refused(store: Path, tmp_path: Path) -> 
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 2'))
     with pytest.raises(ProblemsError, match="was trained by 2 processes, this start has 1"):
         run_training(config_for(store, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [  # processes, settings besides batch_size 2 and accumulate 2: of the run, of this start
+        ((2, {}), (4, {"accumulate": 1}), ""),
+        ((2, {}), (1, {"batch_size": 4}), ""),
+        ((2, {}), (1, {"accumulate": 4}), ""),
+        ((2, {}), (8, {"batch_size": 1, "accumulate": 1}), ""),
+        ((2, {"batch_tokens": 20}), (1, {"batch_tokens": 20, "accumulate": 4}), ""),
+        ((2, {}), (1, {}), "was trained by 2 processes, this start has 1: its steps would have other rows"),
+        ((2, {}), (4, {}), "was trained by 2 processes, this start has 4"),
+        ((2, {}), (3, {"accumulate": 1}), "accumulate is 2 there, 1 now; was trained by 2 processes, this start has 3"),
+        ((2, {}), (2, {"batch_size": 1}), "batch_size is 2 there, 1 now"),
+        ((2, {}), (1, {"batch_size": 8}), "batch_size is 2 there, 8 now; this start has 1: its steps would have other"),
+        ((2, {}), (1, {"batch_size": 8, "accumulate": 1}), ""),
+        ((2, {}), (1, {"accumulate": 4, "pack": True}), "pack is False there, True now"),
+        ((2, {}), (1, {"accumulate": 4, "seed": 7}), "seed is 0 there, 7 now"),
+        ((2, {"batch_tokens": 20}), (1, {"batch_tokens": 40}), "batch_tokens is 20 there, 40 now"),
+        ((2, {"batch_tokens": 20}), (1, {"batch_tokens": 20}), "was trained by 2 processes, this start has 1"),
+    ],
+)
+def test_another_number_of_processes_goes_on_only_where_each_step_keeps_its_rows(
+    store: Path, tmp_path: Path, before: tuple[int, dict[str, object]], now: tuple[int, dict[str, object]], refused: str
+) -> None:
+    run, (processes, settings) = tmp_path / "run", before
+
+    def config_of(settings: dict[str, object]) -> TrainConfig:
+        rows = {"accumulate": 2} if "batch_tokens" in settings else {"batch_size": 2, "accumulate": 2}
+        values = {"epochs": 1, "save_every": 2, "eval_fraction": 0.2, **rows, **settings}
+        return train_config(store, run, **values)
+
+    run_training(config_of(settings))
+    state = list_checkpoints(run)[-1] / "state.json"
+    state.write_text(state.read_text().replace('"processes": 1', f'"processes": {processes}'))
+    config = config_of(now[1])
+    if not refused:
+        assert find_resume_point(run, config, make_setup(config, now[0]), now[0]) == state.parent
+        return
+    with pytest.raises(ProblemsError, match="cannot resume") as caught:
+        find_resume_point(run, config, make_setup(config, now[0]), now[0])
+    messages = [problem.message for problem in caught.value.problems]
+    assert all(any(part in message for message in messages) for part in refused.split("; ")), messages
+    assert {problem.kind for problem in caught.value.problems} <= {
+        "run.other_config",
+        "run.other_processes",
+        "contract.draft_vocab_digest",
+    }
 
 
 def test_the_rows_of_a_step_may_be_divided_otherwise_when_resuming(

@@ -22,7 +22,7 @@ from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoreWriter
 from eagle3.errors import ProblemsError
 from eagle3.files import only_writer, read_json
-from eagle3.train import trainer
+from eagle3.train import saver
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.ring_feed import RingFeed
 from eagle3.train.tracking import read_log
@@ -244,7 +244,7 @@ def test_nothing_is_released_before_its_checkpoint_is_there(
 ) -> None:
     start(ring_plan(SAMPLES))
     config, saved = ring_config(tmp_path / "ring", tmp_path / "run"), []
-    original = trainer.save_checkpoint
+    original = saver.save_checkpoint
 
     def failing(*args: object) -> Path:
         if len(saved) == 2:
@@ -253,7 +253,7 @@ def test_nothing_is_released_before_its_checkpoint_is_there(
         return saved[-1]
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(trainer, "save_checkpoint", failing)
+        patch.setattr(saver, "save_checkpoint", failing)
         run_training(config)
     step = int(saved[-1].name[5:])
     needed = RingWindows(ring_plan(SAMPLES), 16, batch_size=2).first_needed(step)
