@@ -10,13 +10,19 @@ from itertools import count
 
 import torch
 
+from eagle3.draft.loss import TargetHead, post_norm
 
-def in_a_child(action: Callable[[], object]) -> int:
-    """Starts `action`; returns the process, whose exit code is 0 if it came to its end, else 1."""
+
+def in_a_child(action: Callable[[], object], trains: bool = False) -> int:
+    """Starts `action`; returns the process, whose exit code is 0 if it came to its end, else 1.
+
+    Args:
+        trains: logits must be those of this process to the last bit.
+    """
     child = os.fork()
     if child == 0:
         code = 1
-        compute_alone()
+        compute_alone(trains)
         try:
             action()
             code = 0
@@ -25,9 +31,14 @@ def in_a_child(action: Callable[[], object]) -> int:
     return child
 
 
-def compute_alone() -> None:
+def compute_alone(trains: bool = False) -> None:
     """For a fork, which has none of its parent's threads: OpenMP would wait for them, and counts its threads for each
-    Python thread anew."""
+    Python thread anew. MKL keeps a list of threads by number, in which a fork may search without an end: where many
+    processes are forked, the target's logits are made without it.
+
+    Args:
+        trains: see `in_a_child`.
+    """
     torch.set_num_threads(1)
     run = threading.Thread.run
 
@@ -36,6 +47,14 @@ def compute_alone() -> None:
         run(thread)
 
     threading.Thread.run = run_alone  # type: ignore[method-assign]
+    if not trains:
+        TargetHead.logits = logits_without_products  # type: ignore[method-assign]
+
+
+def logits_without_products(head: TargetHead, last_hidden: torch.Tensor) -> torch.Tensor:
+    """As `TargetHead.logits`, to rounding."""
+    states = post_norm(last_hidden.to(head.lm_head.dtype), head.kind, head.norm_weight, head.eps)
+    return torch.stack([(states * row).sum(-1) for row in head.lm_head], -1)
 
 
 def killed(action: Callable[[], object], function: str, call: int) -> bool:

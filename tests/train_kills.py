@@ -128,7 +128,8 @@ class Start:
                     folder / f"said-{rank}.txt",
                     deadly := Deadly(call if rank == self._victim else 0),
                     lambda: rank_work(case, folder, rank, port, deadly),
-                )
+                ),
+                trains=True,
             )
             for rank in range(case.ranks)
         ]
