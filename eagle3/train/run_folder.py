@@ -69,7 +69,7 @@ def find_resume_point(run: Path, config: TrainConfig, setup: Setup, processes: i
         problems += WiringContract.load(run).compare(setup.contract, f"run {run}", "this start")
     if state is not None:
         problems += _state_differences(state, setup, processes, same_steps, run)
-        problems += _other_order(state, config, run)
+        problems += _other_order(state, stored, run)
     raise_problems(problems, f"cannot resume {run}")
     return checkpoints[-1] if checkpoints else None
 
@@ -151,13 +151,13 @@ def _state_differences(state: TrainState, setup: Setup, processes: int, same_ste
     return problems
 
 
-def _other_order(state: TrainState, config: TrainConfig, run: Path) -> list[Problem]:
+def _other_order(state: TrainState, stored: TrainConfig, run: Path) -> list[Problem]:
     """A release that packs rows otherwise would give some samples of this epoch twice and others never."""
-    if state.order == order_of(config):
+    if state.order == order_of(stored):
         return []
     message = (
         f"its samples come in order {state.order}, which another release of eagle3 made; this one makes order "
-        f"{order_of(config)}, whose packed rows hold other samples, so some would be seen twice and others never"
+        f"{order_of(stored)}, whose packed rows hold other samples, so some would be seen twice and others never"
     )
     fix = "go on with the release that began the run (provenance.json names it), or use another output folder"
     return [Problem(str(run), "run.other_order", message, fix)]

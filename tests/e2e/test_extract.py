@@ -24,6 +24,8 @@ from tests.unit.target.cases import extract_config, regenerate_config, write_con
 ROOT = Path(__file__).parents[2]
 EXTRACT = [str(ROOT / "extract_hidden_states.py")]
 REGENERATE = ["-m", "eagle3.cli", "regenerate"]
+SAMPLES = 40
+"""Two in a shard, so that a kill after the first few shards comes in time."""
 
 
 def start(command: list[str], cfg: Section, folder: Path) -> subprocess.Popen[str]:
@@ -57,22 +59,22 @@ def listed_shards(folder: str) -> int:
 
 @pytest.fixture
 def extraction(tmp_path: Path) -> ExtractConfig:
-    data = write_conversations(tmp_path / "data.jsonl", 40)
+    data = write_conversations(tmp_path / "data.jsonl", SAMPLES)
     target = make_tiny_kimi(tmp_path / "tiny-kimi")
     return extract_config(target, data, tmp_path / "store", output_indices=[2, 30, 58], shard_max_samples=2)
 
 
 def test_killed_extraction_resumes_to_an_equal_store(extraction: ExtractConfig, tmp_path: Path) -> None:
     whole = extraction.model_copy(update={"output": str(tmp_path / "whole")})
-    assert run_extract(whole).extracted == 40
+    assert run_extract(whole).extracted == SAMPLES
     kill_when(start(EXTRACT, extraction, tmp_path), lambda: listed_shards(extraction.output) >= 3)
     done = 2 * listed_shards(extraction.output)
-    assert 6 <= done < 40, "the kill came too late to show anything"
-    assert run_extract(extraction).extracted == 40 - done
+    assert 6 <= done < SAMPLES, "the kill came too late to show anything"
+    assert run_extract(extraction).extracted == SAMPLES - done
     assert verify(Path(extraction.output), deep=True) == []
     first, second = StoreReader(whole.output), StoreReader(extraction.output)
     assert first.samples == second.samples
-    for index in range(40):
+    for index in range(SAMPLES):
         one, other = first.read(index), second.read(index)
         assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.loss_mask, other.loss_mask)
         assert torch.equal(one.aux_hidden_states, other.aux_hidden_states)
