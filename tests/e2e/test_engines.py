@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eagle3.data.store import StoreReader, verify
 from eagle3.target.extract import run_extract
@@ -29,12 +30,16 @@ def extract(checkpoint: Path, output: Path, engine: str, **values: Any) -> Store
 
 def assert_equal(one: StoreReader, other: StoreReader, allowed: float) -> None:
     assert one.contract == other.contract and one.samples == other.samples
+    greedy = []
     for number in range(len(one)):
         mine, theirs = one.read(number), other.read(number)
         assert mine.input_ids.equal(theirs.input_ids) and mine.loss_mask.equal(theirs.loss_mask)
         assert relative(mine.aux_hidden_states.float(), theirs.aux_hidden_states.float()) <= allowed
         assert relative(mine.last_hidden_states.float(), theirs.last_hidden_states.float()) <= allowed
-        assert mine.target_argmax is not None and mine.target_argmax.equal(theirs.target_argmax)  # type: ignore[arg-type]
+        assert mine.target_argmax is not None and theirs.target_argmax is not None
+        greedy.append(mine.target_argmax == theirs.target_argmax)
+    same = torch.cat(greedy).float().mean()
+    assert same == 1 if allowed < 1e-4 else same > 0.9, "rounding decides between tokens that are about as likely"
 
 
 @pytest.mark.parametrize(
