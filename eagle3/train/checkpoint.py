@@ -1,6 +1,6 @@
 """Training checkpoints: whole or absent, safetensors and JSON only.
 
-`<run>/checkpoints/step-XXXXXXXX/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
+`<run>/checkpoints/step-<8 digits>/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
 (AdamW's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The folder
 appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it. Sample order
 and learning rate are functions of the step, so they are not stored.
