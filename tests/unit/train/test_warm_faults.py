@@ -235,7 +235,13 @@ def test_states_of_another_type_are_no_difference(first: Path, tmp_path: Path) -
 
     contract = replace(random_contract(), dtype="bfloat16")
     store = write_random_store(tmp_path / "store", contract=contract, change=halve)
-    make_setup(warm_config(first, tmp_path / "run", first / "export", dataset=store))
+    config = warm_config(first, tmp_path / "run", first / "export", dataset=store)
+    setup = make_setup(config)
+    assert setup.contract.dtype == "bfloat16"
+    assert torch.equal(setup.module.model.fc.weight, load_file(first / "export" / "model.safetensors")["fc.weight"])
+    other = replace(random_contract(), dtype="bfloat16", last_hidden_states="pre_norm")
+    store = write_random_store(tmp_path / "other", contract=other, change=halve)
+    assert kinds(config.model_copy(update={"dataset": str(store)})) == ["contract.last_hidden_states"]
 
 
 def test_a_full_draft_vocab_needs_no_tables(first: Path, tmp_path: Path) -> None:
