@@ -114,19 +114,19 @@ def read_teacher(
     """What the target says at rows [R, H] of its last hidden states.
 
     Args:
-        head: all rows of it, or, where `argmax` is given, those of `ids`.
+        head: all rows of it, or, where `argmax` is given, it may have those of `ids` alone.
         ids: int64 [D], the draft vocab's target ids, ascending.
         argmax: int64 [R], its greedy tokens over the full vocab, where they are known.
 
     Returns:
         Its greedy token over the full vocab, int64 [R], and its logits [R, D] on the draft vocab.
     """
-    if argmax is not None:
-        return argmax, (head if head.ids is not None else head.only(ids)).logits(last_hidden)
-    assert head.ids is None, "without the greedy tokens it takes all of the target's head"
+    if head.ids is not None:
+        assert argmax is not None, "without the greedy tokens it takes all of the target's head"
+        return argmax, head.logits(last_hidden)
     found = [_greedy_and_chosen(head.logits(rows), ids) for rows in last_hidden.split(TEACHER_ROWS)]
     greedy, chosen = zip(*found, strict=True)
-    return torch.cat(greedy), torch.cat(chosen)
+    return torch.cat(greedy) if argmax is None else argmax, torch.cat(chosen)
 
 
 def _greedy_and_chosen(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
