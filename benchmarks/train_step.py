@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from matmul_limit import matmul_seconds
 
+from eagle3.data.target_argmax import greedy_tokens
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
@@ -72,7 +73,7 @@ def main() -> None:
     module, head = make_module(args.shape, ttt, device, args.weights)
     draft_head = head.only(module.draft_ids)
     if not (args.no_argmax or args.peer):
-        head = replace(head, lm_head=head.lm_head.cpu())
+        head = head.to("cpu")
     peer = run_path(str(args.peer)) if args.peer else None
     state = peer["build"](vars(module.model.config)) if peer else None
     for tokens in args.tokens:
@@ -147,9 +148,7 @@ def make_batch(shape: str, tokens: int, documents: int, fraction: float, device:
 
 
 def with_argmax(batch: DraftBatch, head: TargetHead) -> DraftBatch:
-    head = replace(head, lm_head=head.lm_head.to(batch.last_hidden.device))
-    found = [head.logits(rows).argmax(-1) for rows in batch.last_hidden.split(1024)]
-    return replace(batch, target_argmax=torch.cat(found))
+    return replace(batch, target_argmax=greedy_tokens(batch.last_hidden, head.to(batch.last_hidden.device)))
 
 
 def make_mask(length: int, fraction: float) -> torch.Tensor:

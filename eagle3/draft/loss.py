@@ -45,6 +45,10 @@ class TargetHead:
         assert self.ids is None
         return replace(self, lm_head=self.lm_head[ids.to(self.lm_head.device)], ids=ids)
 
+    def to(self, device: torch.device | str) -> TargetHead:
+        """The same on `device`."""
+        return replace(self, lm_head=self.lm_head.to(device), norm_weight=self.norm_weight.to(device))
+
     def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Target logits [R, V or D] of last hidden states [R, H]."""
         states = post_norm(last_hidden.to(self.lm_head.dtype), self.kind, self.norm_weight, self.eps)

@@ -143,9 +143,7 @@ def completing(plan: StorePlan, target_head: Mapping[str, torch.Tensor]) -> Comp
     @cache
     def head() -> TargetHead:
         device = pick_device(local_device(plan.cfg.target.device))
-        names = ["lm_head.weight" if "lm_head.weight" in target_head else "embed_tokens.weight", "norm.weight"]
-        moved = {name: target_head[name].to(device) for name in names}
-        return make_target_head(moved, plan.files.text_config, plan.contract.last_hidden_states)
+        return make_target_head(target_head, plan.files.text_config, plan.contract.last_hidden_states).to(device)
 
     def complete(sample: StoredSample) -> StoredSample:
         if not plan.layout.has_argmax or sample.target_argmax is not None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle3.config import TrainConfig
 from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
 from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
+from eagle3.data.target_argmax import make_target_head
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.init import start_fc_at_last_slot
-from eagle3.draft.loss import LastHiddenKind, TargetHead
+from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
@@ -212,8 +212,5 @@ def make_model(
 
 def make_head(config: TrainConfig, reader: Dataset, target: dict[str, Tensor]) -> TargetHead:
     """The target's head; in float32 where the run computes in float32."""
-    lm_head = target["lm_head.weight"]
-    if config.mixed_precision == "no":
-        lm_head = lm_head.to(torch.float32)
-    kind = cast(LastHiddenKind, reader.contract.last_hidden_states)
-    return TargetHead(lm_head, target["norm.weight"], reader.target_config["rms_norm_eps"], kind)
+    head = make_target_head(target, reader.target_config, reader.contract.last_hidden_states)
+    return replace(head, lm_head=head.lm_head.float()) if config.mixed_precision == "no" else head

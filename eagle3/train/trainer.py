@@ -107,8 +107,7 @@ class Trainer:
         self.feed = self.samples.train.feed(config, accelerator.num_processes, cost)
         self.epoch_ends = list(accumulate(self.feed.epoch_steps))
         self.total_steps = min(self.epoch_ends[-1], config.max_steps or self.epoch_ends[-1])
-        lm_head, norm_weight = (part.to(accelerator.device) for part in (setup.head.lm_head, setup.head.norm_weight))
-        self.head = replace(setup.head, lm_head=lm_head, norm_weight=norm_weight)
+        self.head = setup.head.to(accelerator.device)
         self.engine = make_engine(accelerator, config.mixed_precision) if engine is None else engine
         self.state = self._prepare(checkpoint)
         raise_problems(check_active(self.engine))

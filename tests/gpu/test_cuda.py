@@ -39,7 +39,7 @@ def make_module() -> tuple[TTTLoss, TargetHead]:
 def step(device: str, batch: DraftBatch, autocast: bool = False) -> tuple[TTTOutput, dict[str, torch.Tensor]]:
     module, head = make_module()
     module = module.to(device)
-    head = TargetHead(head.lm_head.to(device), head.norm_weight.to(device), head.eps, head.kind)
+    head = head.to(device)
     batch = batch.to(device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         counts = count_terms(batch, head, module.vocab, TTT)

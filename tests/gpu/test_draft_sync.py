@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from eagle3.draft.config import TTTSettings
-from eagle3.draft.loss import TargetHead
 from eagle3.draft.ttt import TTTLoss, count_terms
 from tests.unit.draft.cases import make_batch, make_document, make_head, make_model, make_vocab
 
@@ -17,8 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_forward_and_backward_do_not_synchronise(rule: str) -> None:
     settings = TTTSettings(3, 0.8, rule)
     batch = make_batch([[make_document([0, 1, 1, 1, 1]), make_document([1, 1, 1])], [make_document([0, 1, 1, 0])]])
-    head = make_head()
-    head = TargetHead(head.lm_head.cuda(), head.norm_weight.cuda(), head.eps, head.kind)
+    head = make_head().to("cuda")
     module = TTTLoss(make_model().cuda(), make_vocab().to("cuda"), settings)
     moved = batch.to("cuda")
     counts = count_terms(moved, head, module.vocab, settings)

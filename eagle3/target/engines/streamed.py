@@ -10,7 +10,6 @@ Legend: T tokens, A aux layers, H target hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -96,9 +95,7 @@ class StreamedEngine:
         target does not tie it to its embedding. `streaming.memory` plans for it, and for `greedy_tokens` with it."""
         assert self.last_hidden_states is not None
         tensors = {**self.head_tensors(), "embed_tokens.weight": self.skeleton.embedding.weight}
-        head = make_target_head(tensors, self.skeleton.files.text_config, self.last_hidden_states)
-        weights = head.lm_head.to(self.device), head.norm_weight.to(self.device)
-        return replace(head, lm_head=weights[0], norm_weight=weights[1])
+        return make_target_head(tensors, self.skeleton.files.text_config, self.last_hidden_states).to(self.device)
 
     @cached_property
     def _head_tensors(self) -> dict[str, torch.Tensor]:
