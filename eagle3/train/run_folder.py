@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def write_run_files(run: Path, config: TrainConfig, setup: Setup, provenance: di
     tables = {"d2t": setup.vocab.d2t, "t2d": setup.vocab.t2d}
     write_atomic(run / DRAFT_VOCAB_FILE, lambda path: save_tensors(tables, path))
     write_json_atomic(run / PROVENANCE_FILE, provenance)
+
+
+def point_at_best(run: Path, state: TrainState) -> None:
+    """Has `best.json` name the best checkpoint so far, which is in place."""
+    if state.best is not None:
+        write_json_atomic(run / BEST_FILE, asdict(state.best))
 
 
 def _same_steps(stored: TrainConfig, before: int, given: TrainConfig, now: int) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import ProblemsError
-from eagle3.files import write_json_atomic
 from eagle3.train.checkpoint import TrainState, list_checkpoints, remove_old_checkpoints, save_checkpoint
 from eagle3.train.disk_room import check_room
-from eagle3.train.run_folder import BEST_FILE
+from eagle3.train.run_folder import point_at_best
 
 Tensors = Mapping[str, Tensor]
 
@@ -141,10 +140,8 @@ class Saver:
             check_room(self._run, sum(tensor.nbytes for tensor in (*weights.values(), *moments.values())))
             save_checkpoint(self._run, weights, moments, state)
             if not self._given_up:
-                best = state.best
-                if best is not None:
-                    write_json_atomic(self._run / BEST_FILE, asdict(best))
-                remove_old_checkpoints(self._run, self._keep, best.checkpoint if best else None)
+                point_at_best(self._run, state)
+                remove_old_checkpoints(self._run, self._keep, state.best.checkpoint if state.best else None)
         except ProblemsError as error:
             self._error = _with_newest(error, self._run)
         except Exception as error:  # noqa: BLE001 (the trainer raises it)

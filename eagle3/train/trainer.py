@@ -25,7 +25,7 @@ from eagle3.data.loader import Ahead
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.cost import Cost
 from eagle3.errors import problem_error, raise_problems
-from eagle3.files import only_writer, refuse_url, write_json_atomic
+from eagle3.files import only_writer, refuse_url
 from eagle3.progress import progress
 from eagle3.provenance import provenance
 from eagle3.train.balance import Imbalance, balance_notes
@@ -38,7 +38,7 @@ from eagle3.train.float8 import check_float8
 from eagle3.train.interval import Interval
 from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
-from eagle3.train.run_folder import BEST_FILE, LOCK_FILE, find_resume_point, read_origin, write_run_files
+from eagle3.train.run_folder import LOCK_FILE, find_resume_point, point_at_best, read_origin, write_run_files
 from eagle3.train.samples import order_of
 from eagle3.train.saver import Saver
 from eagle3.train.setup import Setup, make_setup
@@ -282,13 +282,9 @@ class Trainer:
         origin = self.origin
         start = {**provenance(), "step": self.state.step, "engine": describe(self.engine, self.accelerator)[0]}
         write_run_files(self.run, self.config, self.setup, {**origin, "starts": [*origin.get("starts", []), start]})
-        self._point_at_best()
+        point_at_best(self.run, self.state)
         resumed_step = self.state.step if self.resumed else None
         return Tracker(self.run, self.config.tracking, origin["run_id"], resumed_step)
-
-    def _point_at_best(self) -> None:
-        if self.state.best is not None:
-            write_json_atomic(self.run / BEST_FILE, asdict(self.state.best))
 
     def _log(self, kind: str, **values: object) -> None:
         if self.tracker is not None:
