@@ -44,12 +44,13 @@ class RingSamples:
 
     def feed(self, config: TrainConfig, world_size: int, cost: Cost) -> RingFeed:
         """See `TrainSamples`."""
-        assert config.ring is not None
-        return RingFeed(self.reader, ring_windows(config, self.reader, world_size), config.ring.rewind, cost)
+        assert config.ring is not None and self.steps.world_size == world_size
+        return RingFeed(self.reader, self.steps, config.ring.rewind, cost)
 
     def windows(self, config: TrainConfig, world_size: int, cost: Cost) -> list[Window]:
         """See `TrainSamples`."""
-        feed = self.feed(config, world_size, cost)
+        assert config.ring is not None
+        feed = RingFeed(self.reader, ring_windows(config, self.reader, world_size), config.ring.rewind, cost)
         return [window for number in range(len(feed.epoch_steps)) for window in feed.epoch(number)]
 
     def info(self, place: int) -> SampleInfo:
