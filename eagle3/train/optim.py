@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from eagle3.config import OptimSection
 from eagle3.train.rounded_adamw import RoundedAdamW
@@ -48,3 +50,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Gives every parameter group this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def clip_and_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    max_norm: float,
+    check: Callable[[float], None],
+) -> float:
+    """Clips the gradients, whole or in shards, by their global norm, steps at this learning rate and clears them.
+
+    Args:
+        check: gets the norm before clipping and raises if it is not finite; then no weight has changed.
+
+    Returns:
+        That norm.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    found = torch.nn.utils.clip_grad_norm_(trained, max_norm)
+    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    check(norm)
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm

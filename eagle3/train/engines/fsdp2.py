@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +28,7 @@ from eagle3.train.checkpoint import load_optimizer_tensors, optimizer_tensors
 from eagle3.train.engines.base import AsTuple
 from eagle3.train.engines.replicated import OfAccelerator
 from eagle3.train.engines.sharded import bf16_autocast, on_main, refuse_rounded_moments
-from eagle3.train.optim import make_optimizer, set_learning_rate
+from eagle3.train.optim import clip_and_step, make_optimizer
 
 
 class FullySharded(OfAccelerator):
@@ -80,13 +79,7 @@ class FullySharded(OfAccelerator):
         loss.backward()
 
     def update(self, rate: float, max_norm: float, check: Callable[[float], None]) -> float:
-        parameters = [value for value in self.module.parameters() if value.requires_grad]
-        norm = float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
-        check(norm)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        return clip_and_step(self.module, self.optimizer, rate, max_norm, check)
 
     def clear(self) -> None:
         self.optimizer.zero_grad()

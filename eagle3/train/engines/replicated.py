@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from eagle3.config import OptimSection
 from eagle3.draft.ttt import TTTLoss
 from eagle3.train.checkpoint import load_optimizer_tensors, optimizer_tensors
-from eagle3.train.optim import make_optimizer, set_learning_rate
+from eagle3.train.optim import clip_and_step, make_optimizer
 
 
 class OfAccelerator:
@@ -71,13 +71,7 @@ class Replicated(OfAccelerator):
         self.accelerator.backward(loss)
 
     def update(self, rate: float, max_norm: float, check: Callable[[float], None]) -> float:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norm = float(self.accelerator.clip_grad_norm_(parameters, max_norm))
-        check(norm)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        return clip_and_step(self.module, self.optimizer, rate, max_norm, check)
 
     def clear(self) -> None:
         self.optimizer.zero_grad()
