@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from dataclasses import replace
 
 import torch
-from train_step import SHAPES, make_batch, make_module, with_argmax
+from train_step import SHAPES, make_batch, make_module, measure, with_argmax
 
 from eagle3.config import OptimSection
 from eagle3.draft.config import TTTSettings
@@ -36,8 +34,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--repeats", type=int, default=8)
     args = parser.parse_args()
-    accelerator = make_accelerator("bf16" if torch.cuda.is_available() else "no")
-    engine = make_engine(accelerator, "bf16" if torch.cuda.is_available() else "no")
+    precision = "bf16" if torch.cuda.is_available() else "no"
+    accelerator = make_accelerator(precision)
+    engine = make_engine(accelerator, precision)
     ttt, device = TTTSettings(), accelerator.device
     torch.manual_seed(0)
     module, head = make_module(args.shape, ttt, device, "mixed")
@@ -48,31 +47,15 @@ def main() -> None:
     batch = replace(batch, planned=plan_batch(batch.loss_mask.cpu(), batch.document_ids.cpu(), ttt))
     for accumulate in args.accumulate:
 
-        def step(count: int = accumulate) -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            accelerator.wait_for_everyone()
-            start = time.perf_counter()
+        def step(count: int = accumulate) -> None:
             accumulate_window(engine.model, module, [batch] * count, head, engine, lambda: None)
-            engine.update(1e-5, 0.5, lambda norm: None)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            engine.update(1e-5, 0.5, lambda norm: None)  # waits for the card: it reads the norm
             accelerator.wait_for_everyone()
-            return time.perf_counter() - start
 
-        for _ in range(3):
-            step()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = sorted(step() for _ in range(args.repeats))
-        median = statistics.median(seconds)
-        found = {
-            "engine": engine.active(), "processes": engine.num_processes, "shape": args.shape, "tokens": args.tokens,
-            "supervised": round(batch.loss_mask.float().mean().item(), 3), "accumulate": accumulate,
-            "seconds": round(median, 4), "spread": round((seconds[-1] - seconds[0]) / median, 3),
-            "tokens_per_second": round(engine.num_processes * accumulate * args.tokens / median),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0,
-        }  # fmt: skip
+        setting = {"engine": engine.active(), "processes": engine.num_processes, "shape": args.shape}
+        setting |= {"tokens": args.tokens, "accumulate": accumulate}
+        found = {**setting, **measure(step, batch, args.repeats)}
+        found["tokens_per_second"] *= engine.num_processes * accumulate  # of one batch before
         if accelerator.is_main_process:
             print(json.dumps(found), flush=True)
     accelerator.end_training()
