@@ -42,26 +42,37 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
             _scale[(min(blocks, _SCALERS),)](tensor, factor, tensor.numel(), tensor.numel() % _BLOCK == 0, _BLOCK)
 
 
+@triton.jit
+def swiglu_at(gate, up, at, inside):
+    """float32 SwiGLU of elements `at`, where `inside`."""
+    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    return inner * tl.sigmoid(inner) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def swiglu_grads_at(gate, up, grad, at, inside):
+    """The gradients of gate and up there, in float32."""
+    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(inner)
+    return slope * other * share * (1 + inner * (1 - share)), slope * inner * share
+
+
 @triton.jit(do_not_specialize=["count"])
 def _swiglu(gate, up, out, count, even: tl.constexpr, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = (at < count) | even
-    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (inner * tl.sigmoid(inner) * other).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, swiglu_at(gate, up, at, inside).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_grad(gate, up, grad, count, even: tl.constexpr, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = (at < count) | even
-    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(inner)
-    gate_grad = slope * other * share * (1 + inner * (1 - share))
-    tl.store(gate + at, gate_grad.to(gate.dtype.element_ty), mask=inside)
-    tl.store(up + at, (slope * inner * share).to(up.dtype.element_ty), mask=inside)
+    gates, ups = swiglu_grads_at(gate, up, grad, at, inside)
+    tl.store(gate + at, gates.to(gate.dtype.element_ty), mask=inside)
+    tl.store(up + at, ups.to(up.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

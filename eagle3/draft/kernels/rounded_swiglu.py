@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from eagle3.draft.fused.quantized import LARGEST_EXPONENT, ROUND_UP, SMALLEST_PEAK, Quantized
+from eagle3.draft.kernels.pointwise import swiglu_at, swiglu_grads_at
 from eagle3.draft.kernels.quantize import scale_and_inverse
 
 _BLOCK, _GRAD_BLOCK = 8192, 4096
@@ -47,21 +48,6 @@ def swiglu_grad_rounded(
 
 
 @triton.jit
-def _gradients(gate, up, grad, at, inside):
-    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(inner)
-    return slope * other * share * (1 + inner * (1 - share)), slope * inner * share
-
-
-@triton.jit
-def _value(gate, up, at, inside):
-    inner = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    return inner * tl.sigmoid(inner) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _swiglu_rounded(
     gate, up, values, kept_scales, scales,
     width: tl.constexpr, round_up: tl.constexpr, largest: tl.constexpr, smallest: tl.constexpr, block: tl.constexpr,
@@ -72,11 +58,11 @@ def _swiglu_rounded(
     peak = tl.zeros((block,), tl.float32)
     for first in range(0, width, block):
         inside = first + lane < width
-        peak = tl.maximum(peak, tl.abs(_value(gate, up, begin + first + lane, inside)))
+        peak = tl.maximum(peak, tl.abs(swiglu_at(gate, up, begin + first + lane, inside)))
     scale, inverse = scale_and_inverse(tl.max(peak, axis=0), round_up, largest, smallest)
     for first in range(0, width, block):
         inside = first + lane < width
-        value = _value(gate, up, begin + first + lane, inside) * inverse
+        value = swiglu_at(gate, up, begin + first + lane, inside) * inverse
         tl.store(values + begin + first + lane, value.to(values.dtype.element_ty), mask=inside)
     tl.store(kept_scales + row, scale)
     tl.store(scales + row, scale)
@@ -94,7 +80,7 @@ def _swiglu_grad_rounded(
     up_peak = tl.zeros((block,), tl.float32)
     for first in range(0, width, block):
         inside = first + lane < width
-        gates, ups = _gradients(gate, up, grad, begin + first + lane, inside)
+        gates, ups = swiglu_grads_at(gate, up, grad, begin + first + lane, inside)
         gate_peak = tl.maximum(gate_peak, tl.abs(gates))
         up_peak = tl.maximum(up_peak, tl.abs(ups))
     gate_scale, gate_inverse = scale_and_inverse(tl.max(gate_peak, axis=0), round_up, largest, smallest)
@@ -102,7 +88,7 @@ def _swiglu_grad_rounded(
     for first in range(0, width, block):
         inside = first + lane < width
         at = begin + first + lane
-        gates, ups = _gradients(gate, up, grad, at, inside)
+        gates, ups = swiglu_grads_at(gate, up, grad, at, inside)
         tl.store(gate_values + at, (gates * gate_inverse).to(gate_values.dtype.element_ty), mask=inside)
         tl.store(up_values + at, (ups * up_inverse).to(up_values.dtype.element_ty), mask=inside)
     tl.store(kept_gate_scales + row, gate_scale)
