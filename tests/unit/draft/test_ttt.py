@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import ChainRule, TTTSettings
@@ -184,21 +182,18 @@ def test_bf16_autocast_keeps_the_loss_in_float32_and_near_the_exact_one() -> Non
     )
 
 
-def test_ddp_steps_on_a_rank_with_nothing_to_learn(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model, head, vocab = make_model(), make_head(), make_vocab()
-        wrapped = torch.nn.parallel.DistributedDataParallel(TTTLoss(model, vocab, SETTINGS))
-        for mask in (ONE_ANSWER, [0] * 5, ONE_ANSWER):
-            batch = make_batch([[make_document(mask)]])
-            counts = count_terms(batch, head, vocab, SETTINGS)
-            model.zero_grad()
-            wrapped(batch, counts, counts.in_vocab).loss.backward()
-            slopes = [value.grad for value in model.parameters() if value.requires_grad]
-            assert all(slope is not None and slope.isfinite().all() for slope in slopes)
-            assert any(slope.any() for slope in slopes) == any(mask)
-    finally:
-        distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_process")
+def test_ddp_steps_on_a_rank_with_nothing_to_learn() -> None:
+    model, head, vocab = make_model(), make_head(), make_vocab()
+    wrapped = torch.nn.parallel.DistributedDataParallel(TTTLoss(model, vocab, SETTINGS))
+    for mask in (ONE_ANSWER, [0] * 5, ONE_ANSWER):
+        batch = make_batch([[make_document(mask)]])
+        counts = count_terms(batch, head, vocab, SETTINGS)
+        model.zero_grad()
+        wrapped(batch, counts, counts.in_vocab).loss.backward()
+        slopes = [value.grad for value in model.parameters() if value.requires_grad]
+        assert all(slope is not None and slope.isfinite().all() for slope in slopes)
+        assert any(slope.any() for slope in slopes) == any(mask)
 
 
 @pytest.mark.parametrize("rule", ["served", "shifted"])

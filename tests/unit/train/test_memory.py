@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.config import Moments, OptimSection
@@ -41,13 +38,6 @@ def make_module(float8: bool = False) -> TTTLoss:
     model = DraftModel(LARGE)
     model.init_weights(0)
     return TTTLoss(model, DraftVocab(torch.arange(512), 600), TTTSettings(2, chunk=8, float8=float8))
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("ddp", [False, True])
