@@ -9,18 +9,11 @@ weights, bit for bit, the ring never above its bytes and empty in the end.
 
 from __future__ import annotations
 
-import argparse
-import builtins
-import faulthandler
-import io
-import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,9 +34,9 @@ from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import run_training
 from tests.children import in_a_child
+from tests.kills import Deadly, quietly, run_cases
 from tests.rings import of_type, ring_config, ring_plan, ring_samples, slowly, write_ring
 
-CALLS = ("replace", "fsync", "unlink", "rmdir", "mkdir", "open", "preadv", "utime", "scandir", "listdir")
 RUNS_OF_A_RING = 6
 MOST_KILLS = 8
 CALLS_OF_A_SHARD, SECONDS_OF_A_SHARD = 40, 0.02
@@ -89,57 +82,6 @@ def random_case(chance: random.Random) -> Case:
     return Case(samples, plan, ring_plan(samples, epochs, 99, unit, seed, dtype), values)
 
 
-class Deadly:
-    """Kills this process as it enters a call to the file system."""
-
-    def __init__(self, call: int) -> None:
-        self._left = call
-
-    def install(self) -> None:
-        """In this process, for good."""
-        for name in CALLS:
-            setattr(os, name, self._counted(getattr(os, name)))
-        os.fsync = self._counted(lambda descriptor: None)  # a killed process, unlike a machine, loses no page
-        real = io.open
-        io.open = builtins.open = lambda *args, **kwargs: _File(real(*args, **kwargs), self)  # type: ignore[assignment]
-
-    def call(self, before: Callable[[], object] = lambda: None) -> None:
-        self._left -= 1
-        if self._left == 0:
-            before()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.call()
-            return function(*args, **kwargs)
-
-        return counted
-
-
-class _File:
-    """A file of which a write may be its process's last."""
-
-    def __init__(self, handle: Any, deadly: Deadly) -> None:
-        self._handle, self._deadly = handle, deadly
-
-    def write(self, data: Any) -> int:
-        self._deadly.call(lambda: (self._handle.write(data[: len(data) // 2]), self._handle.flush()))
-        return self._handle.write(data)
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.close()
-
-    def __iter__(self) -> Any:
-        return iter(self._handle)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
-
-
 class Side:
     """The writer or the trainer: started again as often as it is killed."""
 
@@ -182,21 +124,6 @@ class Side:
         call = 0 if spared or not by_call else chance.randint(1, self._calls)
         self._deadline = float("inf") if spared or by_call else time.monotonic() + chance.uniform(0, self._seconds)
         self._process = in_a_child(lambda: quietly(self._log, Deadly(call), self._work))
-
-
-def quietly(log: Path, deadly: Deadly, work: Callable[[], None]) -> None:
-    """Does the work of a child; what it says goes to a file."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    faulthandler.register(signal.SIGUSR2)
-    ring_reader._POLL_SECONDS = ring_writer._POLL_SECONDS = POLL_SECONDS
-    deadly.install()
-    try:
-        work()
-    except BaseException:  # whatever it is, the process ends with it
-        traceback.print_exc()
-        raise
 
 
 def shard_bytes(ring: Path) -> int:
@@ -253,6 +180,7 @@ def check(seed: int, number: int, folder: Path) -> Counter[str]:
     Raises:
         AssertionError: a run is not what it should be.
     """
+    ring_reader._POLL_SECONDS = ring_writer._POLL_SECONDS = POLL_SECONDS
     chance = random.Random(f"{seed}:{number}")
     case = random_case(chance)
     log, weights = undisturbed(case, folder / "whole")
@@ -266,25 +194,5 @@ def check(seed: int, number: int, folder: Path) -> Counter[str]:
     return kills
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--runs", type=int, default=30, help=f"rounded up to whole rings, of {RUNS_OF_A_RING} runs each"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    kills, rings = Counter(writer=0, trainer=0), -(-args.runs // RUNS_OF_A_RING)
-    for number in range(rings):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                kills += check(args.seed, number, Path(folder))
-            except AssertionError as error:
-                print(f"ring {number} of seed {args.seed}: {error}", file=sys.stderr)
-                return 1
-    print(json.dumps({"runs": rings * RUNS_OF_A_RING, **kills}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(__doc__, check, RUNS_OF_A_RING, 30, {"writer": 0, "trainer": 0}))

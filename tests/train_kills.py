@@ -10,14 +10,12 @@ that of nobody's having disturbed it: samples of each step, log, weights and mom
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -36,7 +34,7 @@ from eagle3.train.checkpoint import list_checkpoints, load_checkpoint
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.children import in_a_child
-from tests.ring_kills import Deadly, quietly
+from tests.kills import Deadly, quietly, run_cases
 from tests.stores import train_config, write_random_store
 
 RUNS_OF_A_CASE = 3
@@ -245,24 +243,5 @@ def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(mine.contiguous().flatten().view(torch.uint8), theirs.contiguous().flatten().view(torch.uint8))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=6, help=f"rounded up to whole cases, of {RUNS_OF_A_CASE} runs each")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    done: Counter[str] = Counter()
-    cases = -(-args.runs // RUNS_OF_A_CASE)
-    for number in range(cases):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                done += check(args.seed, number, Path(folder))
-            except AssertionError as error:
-                print(f"case {number} of seed {args.seed}: {error}", file=sys.stderr)
-                return 1
-    print(json.dumps({"runs": cases * RUNS_OF_A_CASE, **done}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(__doc__, check, RUNS_OF_A_CASE, 6))
