@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -11,6 +10,7 @@ import pytest
 
 from eagle3.cli import main
 from eagle3.config import ExtractConfig
+from tests.disks import small_disk
 from tests.unit.wiring.foreign import SPECFORGE, llama_tensors, write_foreign, write_target
 
 
@@ -143,15 +143,10 @@ def test_explain_shows_its_sources_if_asked(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tiny_kimi_on_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a small disk")
-    try:
+    with small_disk(tmp_path, "256k"):
         code, _, err = run(capsys, "tiny-kimi", "--output", str(tmp_path))
         assert (code, list(tmp_path.iterdir())) == (2, [])
         assert "disk.full" in err
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 @pytest.mark.parametrize(

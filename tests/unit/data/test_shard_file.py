@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from eagle3.data.store import StoredSample
 from eagle3.data.store_layout import LastRows, StoreLayout
 from eagle3.data.store_sample import shard_bytes
 from eagle3.errors import ProblemsError
+from tests.disks import small_disk
 
 from .cases import HIDDEN, VOCAB, kinds, layout, sample, writer
 
@@ -150,18 +150,11 @@ def test_a_full_disk_is_one_error_before_the_walk(tmp_path: Path, monkeypatch: p
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "64k") as disk:
         with pytest.raises(ProblemsError) as error:
             ShardFile(disk / NAME, [tokens_of(sample("s", tokens=5000))], layout())
         assert kinds(error.value) == ["disk.full"]
         assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_disk_that_fails_during_the_walk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from eagle3.data.store import StoredSample, StoreReader, verify
 from eagle3.data.store_layout import LastRows
 from eagle3.errors import ProblemsError, problem_error
 from tests.children import in_a_child, killed
+from tests.disks import small_disk
 
 from .cases import AUX, HIDDEN, VOCAB, contract, greedy, kinds, make_store, sample, target_head, write_missing, writer
 
@@ -346,20 +347,13 @@ def test_fault_08_no_space_for_the_manifest_leaves_no_unlisted_shard(
 
 
 def test_fault_08_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         with pytest.raises(ProblemsError) as error, writer(disk / "store") as store:
             for number in range(4):
                 store.write_shard([sample(f"s{number}", tokens=2000)])
         assert kinds(error.value) == ["disk.full"]
         assert [info.id for info in StoreReader(disk / "store").samples] == ["s0", "s1", "s2"]
         assert not list((disk / "store").glob("*.tmp"))
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 # Files are written in this order: head, manifest, then four times a shard and the manifest that lists it. Each is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from eagle3.train.saver import Saver
 from eagle3.train.setup import make_setup
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import Trainer, run_training
+from tests.disks import small_disk
 from tests.stores import train_config, write_random_store
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3)}
@@ -287,12 +287,7 @@ def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_on_a_disk_that_is_really_full_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=180k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "180k") as disk:
         free(monkeypatch, 1 << 40)  # a file system need not say what is left
         config = config_for(tmp_path, "disk/run")
         with pytest.raises(ProblemsError, match=r"disk\.full.*the newest whole checkpoint is step-0"):
@@ -301,5 +296,3 @@ def test_a_run_on_a_disk_that_is_really_full_keeps_what_it_has(tmp_path: Path, m
         assert kept and not list((disk / "run" / "checkpoints").glob("*.tmp"))
         load_checkpoint(kept[-1])
         assert read_json(disk / "run" / "best.json", "best")["checkpoint"] == kept[-1].name
-    finally:
-        subprocess.run(["umount", disk], check=True)
