@@ -32,11 +32,8 @@ MASKS = [[0, 0] + [1] * 30, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
 @pytest.fixture(autouse=True)
 def _s3() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # runs are compared bit for bit
     with local_s3():
         yield
-    torch.set_num_threads(threads)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -37,7 +37,7 @@ def start(command: str, config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "eagle3.cli", command, "--stream", "--config", str(config)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,15 +84,12 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 def undisturbed(extract: Path, train: Path, folder: Path) -> Path:
     """The run of both sides in this process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(run_extract_ring, load_config(ExtractConfig, extract))
             run_training(load_config(TrainConfig, train))
             assert writing.result().written == 10
     finally:
-        torch.set_num_threads(threads)
         AcceleratorState._reset_state(reset_partial_state=True)
     return folder / "run"
 

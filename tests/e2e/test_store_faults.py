@@ -153,31 +153,31 @@ def whole_store(folder: Path) -> dict[str, bytes]:
     return dict(content(folder))
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    work()
-    return time.monotonic() - begin
+class Delays:
+    """Random times that a writer gets before it is killed.
 
+    Longer after each kill and shorter after each writer that came to its end: five of six are met at work, on a machine
+    of any speed that changes at any time.
+    """
 
-_LONGER = 1.05
-"""A store's writers get more time with each kill: on a machine slower than when it was timed, none would end."""
+    def __init__(self, seed: int) -> None:
+        self._chance, self._longest = random.Random(seed), 0.1
 
-
-def least_seconds(write: Callable[[Path, Done], None], folder: Path) -> float:
-    """What a writer takes that nothing holds up: after one slow timing hardly any kill would meet a writer at work."""
-    return min(seconds_of(lambda at=number: Child(write, folder / f"timed{at}").wait()) for number in range(3))
+    def kill(self, child: Child) -> bool:
+        """Whether it was still at work."""
+        killed = child.kill_after(self._chance.uniform(0, self._longest))
+        self._longest *= 1.05 if killed else 0.8
+        return killed
 
 
 def test_fault_08_writers_killed_at_random_moments(tmp_path: Path) -> None:
-    chance, whole = random.Random(8), whole_store(tmp_path / "whole")
-    longest = 0.8 * least_seconds(write_alone, tmp_path)
+    delays, whole = Delays(8), whole_store(tmp_path / "whole")
     seen: Counter[str] = Counter()
     for number in count():
-        folder, killed, window = tmp_path / f"store{number}", True, longest
+        folder, killed = tmp_path / f"store{number}", True
         while killed:
             before = kept(folder)
-            killed = Child(write_alone, folder).kill_after(chance.uniform(0, window))
-            window *= _LONGER
+            killed = delays.kill(Child(write_alone, folder))
             seen["killed"] += killed
             seen[assert_right_or_refused(folder)] += killed
             assert before.items() <= kept(folder).items(), "finished work was done again"
@@ -188,24 +188,17 @@ def test_fault_08_writers_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_fault_08_processes_that_write_together_killed_at_random_moments(tmp_path: Path) -> None:
-    chance = random.Random(9)
-    whole = {}
     for index in (0, 1):
         write_jointly(index)(tmp_path / "whole", lambda number: None)
-    whole = content(tmp_path / "whole")
-    longest = 0.8 * least_seconds(write_jointly(0), tmp_path)
-    kills = 0
+    delays, whole, kills = Delays(9), content(tmp_path / "whole"), 0
     for number in count():
-        folder, running, window = tmp_path / f"store{number}", {0, 1}, longest
+        folder, running = tmp_path / f"store{number}", {0, 1}
         while running:
             before = kept(folder)
             children = {index: Child(write_jointly(index), folder) for index in running}
-            for index, child in children.items():
-                if child.kill_after(chance.uniform(0, window)):
-                    kills += 1
-                else:
-                    running.remove(index)
-            window *= _LONGER
+            ended = {index for index, child in children.items() if not delays.kill(child)}
+            kills += len(running - ended)
+            running -= ended
             assert_right_or_refused(folder)
             assert before.items() <= kept(folder).items(), "finished work was done again"
         assert content(folder) == whole

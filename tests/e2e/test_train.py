@@ -1,6 +1,5 @@
 """`train.py` as people start it, plainly and under `accelerate launch`, on a tiny Kimi-K2.5."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(command: list[str], folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     arguments = [*command, "--config", str(folder / "train.yaml"), *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def losses(run: Path) -> list[float]:

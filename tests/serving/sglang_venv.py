@@ -36,9 +36,10 @@ def environment() -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
     }
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)), **inherited, **fixed}
+    return {**inherited, **fixed}
 
 
 def run_script(script: str, request: Any, folder: Path, timeout: float = 240) -> Any:

@@ -9,7 +9,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.torch import save
@@ -24,7 +23,6 @@ from eagle3.train.trainer import Trainer
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     accelerator = make_accelerator("no")
     outcomes = {}
     for path in sorted(folder.glob("*.yaml")):

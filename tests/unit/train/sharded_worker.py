@@ -25,7 +25,6 @@ from eagle3.train.trainer import Trainer
 
 
 def main(folder: Path, name: str) -> None:
-    torch.set_num_threads(1)
     accelerator = make_accelerator("no")
     outcomes = {}
     for path in sorted(folder.glob("*.yaml")):

@@ -14,8 +14,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import eagle3.train.checkpoint as checkpoint
 from eagle3.config import TrainConfig, load_config
 from eagle3.errors import ProblemsError
@@ -26,7 +24,6 @@ RANK = int(os.environ["RANK"])
 
 
 def main(folder: Path, run: str, what: str) -> None:
-    torch.set_num_threads(1)
     original, signalled = Trainer._step, threading.Event()
     noted = signals.StopRequest._handle
 

@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = in_a_child(lambda: write_ring(ring, ring_plan(RING_SAMPLES), RING_SAMPLES, wait_seconds=150))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = str(Path(__file__).with_name("ddp_worker.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, worker, str(folder)], check=True, cwd=ROOT, env=environment, timeout=200)
     assert os.waitpid(writer, 0)[1] == 0
     return folder

@@ -1,6 +1,5 @@
 """A run that is stopped anywhere and started again equals one that was never stopped, bit for bit."""
 
-import os
 import random
 import signal
 import subprocess
@@ -52,12 +51,11 @@ def start_child(config: TrainConfig, folder: Path, before: str = "") -> subproce
         "from pathlib import Path\n"
         "from eagle3.config import TrainConfig, load_config\n"
         "from eagle3.train.trainer import run_training\n"
-        f"torch.set_num_threads(1)\n{before}\n"
+        f"{before}\n"
         "run_training(load_config(TrainConfig, Path(sys.argv[1])))\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(folder / "config.yaml")]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
 class Stopped(Exception):

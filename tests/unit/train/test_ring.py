@@ -79,11 +79,9 @@ def kinds(error: ProblemsError) -> set[str]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed, from a ring with room for all."""
-    folder, threads = tmp_path_factory.mktemp("whole"), torch.get_num_threads()
-    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole")
     write_ring(folder / "ring", ring_plan(SAMPLES, shards=99), SAMPLES)
     run_training(ring_config(folder / "ring", folder / "run"))
-    torch.set_num_threads(threads)
     return folder / "run"
 
 

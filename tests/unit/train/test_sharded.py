@@ -62,7 +62,6 @@ def steep(sample: StoredSample) -> StoredSample:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds every case's run by one process under `one`."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("sharded")
     for case, (answers, values, single) in CASES.items():
         write_random_store(folder / "stores" / case, answers)
@@ -96,7 +95,7 @@ def engine(request: pytest.FixtureRequest, single: Path) -> str:
     write("rounded", config_for(single, "plain", name, rounded, "rounded"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = [str(Path(__file__).with_name("sharded_worker.py")), str(configs), name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     subprocess.run([*command, *worker], check=True, cwd=ROOT, env=environment, timeout=250)
     return name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -230,13 +229,12 @@ def command_line(config: TrainConfig, folder: Path, before: str) -> subprocess.P
         "import os, signal, sys, threading, torch\n"
         "from eagle3.train import saver, signals\n"
         "from eagle3.train.trainer import Trainer\n"
-        f"torch.set_num_threads(1)\n{before}\n"
+        f"{before}\n"
         "from eagle3.cli import main\n"
         "main(['train', '--config', sys.argv[1]])\n"
     )
     command = [sys.executable, "-c", code, str(folder / "config.yaml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 AT_STEP_4 = (

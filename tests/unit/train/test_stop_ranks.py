@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 def launch(folder: Path, run: str, what: str) -> subprocess.Popen[bytes]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = [str(Path(__file__).with_name("stop_worker.py")), str(folder), run, what]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([*torchrun, *worker], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
