@@ -30,11 +30,11 @@ RING_SAMPLES = ring_samples()
 CONSTANT = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0}
 CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, object]]] = {
     # samples; settings of both runs; settings of the single process besides
-    "plain": (MIXED * 2, {"max_steps": 20}, {"batch_size": 2}),
-    "accumulated": (MIXED * 2, {"max_steps": 20, "accumulate": 2}, {"batch_size": 2}),
-    "large_batch": (MIXED * 2, {"max_steps": 20, "batch_size": 2, "accumulate": 2}, {"batch_size": 8, "accumulate": 1}),
-    "packed": (MIXED * 2, {"max_steps": 20, "accumulate": 2, "pack": True, "max_length": 20}, {"batch_size": 2}),
-    "budget": (MIXED * 2, {"max_steps": 20, "accumulate": 2, "batch_tokens": 20}, {"accumulate": 4}),
+    "plain": (MIXED * 2, {"max_steps": 30}, {"batch_size": 2}),
+    "accumulated": (MIXED * 2, {"max_steps": 30, "accumulate": 2}, {"batch_size": 2}),
+    "large_batch": (MIXED * 2, {"max_steps": 30, "batch_size": 2, "accumulate": 2}, {"batch_size": 8, "accumulate": 1}),
+    "packed": (MIXED * 2, {"max_steps": 30, "accumulate": 2, "pack": True, "max_length": 20}, {"batch_size": 2}),
+    "budget": (MIXED * 2, {"max_steps": 30, "accumulate": 2, "batch_tokens": 20}, {"accumulate": 4}),
     "fault_16": ([(4, (1, 3)), (6, (1, 6))], {"max_steps": 1}, {"batch_size": 2}),
     "fault_17_masked": ([(8, (2, 8))] * 7 + [NO_TERM], {"epochs": 2}, {"batch_size": 2}),
     "fault_17_seven": ([(8, (2, 8))] * 7, {"epochs": 2}, {"batch_size": 2}),
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
         {"max_steps": 8, "accumulate": 3, "save_every": 5, "keep_checkpoints": 9},
         {"accumulate": 6},
     ),
-    "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
+    "held_out": (MIXED * 2, {"max_steps": 30, "eval_fraction": 0.3, "eval_every": 10}, {"batch_size": 2}),
 }
 
 
@@ -61,7 +61,7 @@ ROUNDED: dict[str, object] = {
 
 
 def config_for(folder: Path, case: str, run: str, values: dict[str, object]) -> TrainConfig:
-    defaults = {"epochs": 20, "optim": CONSTANT, "keep_checkpoints": 1}
+    defaults = {"epochs": 30, "optim": CONSTANT, "keep_checkpoints": 1}
     return train_config(folder / "stores" / case, folder / run / case, **{**defaults, **values})
 
 
@@ -96,23 +96,30 @@ def both(folder: Path, case: str) -> tuple[list[Record], list[Record]]:
     """(two ranks', one process's) log of a case; the weights are compared on the way."""
     _, values, single = CASES[case]
     run_training(config_for(folder, case, "one", {**values, **single}))
-    two, one = folder / "two" / case, folder / "one" / case
-    mine, theirs = (load_file(list_checkpoints(run)[-1] / "draft.safetensors") for run in (two, one))
+    return same_weights(folder / "two" / case, folder / "one" / case)
+
+
+def same_weights(many: Path, one: Path) -> tuple[list[Record], list[Record]]:
+    """Logs of two runs, whose weights are compared on the way."""
+    mine, theirs = (load_file(list_checkpoints(run)[-1] / "draft.safetensors") for run in (many, one))
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
-    return read_log(two / "log.jsonl"), read_log(one / "log.jsonl")
+    return read_log(many / "log.jsonl"), read_log(one / "log.jsonl")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_take_the_steps_of_one_process(folder: Path, case: str) -> None:
-    two, one = both(folder, case)
-    assert len(two) == len(one)
-    for mine, theirs in zip(two, one, strict=True):
+def assert_same_steps(many: list[Record], one: list[Record]) -> None:
+    assert len(many) == len(one)
+    for mine, theirs in zip(many, one, strict=True):
         assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
         if mine["kind"] != "skip":
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["step_accuracy"] == theirs["step_accuracy"]
         for name in ("acceptance_length", "acceptance_rate", "lr"):
             assert mine.get(name) == theirs.get(name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_take_the_steps_of_one_process(folder: Path, case: str) -> None:
+    assert_same_steps(*both(folder, case))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,9 +31,13 @@ MIXED: list[tuple[int, Span]] = [(5, (2, 5)), (16, (1, 16)), (6, (3, 6)), (14, (
 NO_TERM = (8, (7, 8))
 CONSTANT = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0}
 STEPS = {"max_steps": 8, "save_every": 5, "keep_checkpoints": 9}
+THIRTY = {**STEPS, "max_steps": 30, "save_every": 15}
 CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, object]]] = {
     # samples; settings of both runs; settings of the single process besides
-    "plain": (MIXED, STEPS, {"batch_size": 2}),
+    "plain": (MIXED, THIRTY, {"batch_size": 2}),
+    "packed": (MIXED, {**THIRTY, "accumulate": 2, "pack": True, "max_length": 20}, {"batch_size": 2}),
+    "budget": (MIXED, {**THIRTY, "accumulate": 2, "batch_tokens": 20}, {"accumulate": 4}),
+    "thirty": (MIXED, {**THIRTY, "accumulate": 2}, {"batch_size": 2}),
     "accumulated": (MIXED, {**STEPS, "accumulate": 3}, {"batch_size": 2}),
     "autograd": (MIXED, {**STEPS, "accumulate": 2, "ttt": {"chunk": None}}, {"batch_size": 2}),
     "fault_16": ([(4, (1, 3)), (6, (1, 6))], {"max_steps": 1}, {"batch_size": 2}),
@@ -50,7 +54,7 @@ ENGINES = ["fsdp2", "deepspeed_zero2", "deepspeed_zero3"]
 
 def config_for(folder: Path, case: str, run: str, values: dict[str, object], name: str | None = None) -> TrainConfig:
     """Of a case's store and the run `name`, by default named as the case."""
-    defaults = {"epochs": 20, "optim": CONSTANT, "keep_checkpoints": 1}
+    defaults = {"epochs": 30, "optim": CONSTANT, "keep_checkpoints": 1}
     return train_config(folder / "stores" / case, folder / run / (name or case), **{**defaults, **values})
 
 
