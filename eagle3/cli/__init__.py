@@ -6,10 +6,11 @@ interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -43,11 +44,22 @@ def main(args: Sequence[str] | None = None) -> None:
         raise
     except Eagle3Error as error:
         print(f"eagle3: {error}", file=sys.stderr)
-        sys.exit(EXIT_PROBLEMS)
+        _leave(EXIT_PROBLEMS)
     except OSError as error:  # what no command expects: a name that is too long, a folder in place of a file ...
         problem = Problem(str(error.filename or "disk"), "disk.error", error.strerror or str(error), "check this path")
         print(f"eagle3: {problem}", file=sys.stderr)
-        sys.exit(EXIT_PROBLEMS)
+        _leave(EXIT_PROBLEMS)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exits with this code. A process group that an error left open may make the interpreter abort as it ends, with
+    another code, so there it is left as it is."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _version(show: bool) -> None:

@@ -168,3 +168,17 @@ def test_what_a_command_stops_at_is_json_too(
     schema = Path(__file__).parents[2] / "docs/schemas/problems.schema.json"
     jsonschema.validate(json.loads(out), json.loads(schema.read_text(encoding="utf-8")))
     assert json.loads(out)["problems"][0]["kind"] == kind
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_error_beside_an_open_process_group_ends_with_its_code_at_once(tmp_path: Path, grouped: bool) -> None:
+    """An interpreter that ends in order may abort in a thread of the group."""
+    group = f"distributed.init_process_group('gloo', init_method='file://{tmp_path / 'group'}', rank=0, world_size=1)"
+    code = (
+        "import atexit\nfrom torch import distributed\nfrom eagle3.cli import main\n"
+        f"atexit.register(print, 'in order')\n{group if grouped else ''}\n"
+        "main(['train', '--config', 'nowhere.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and "nowhere.yaml" in done.stderr
+    assert ("in order" in done.stdout) is not grouped

@@ -52,6 +52,8 @@ def main(folder: Path, run: str, what: str) -> None:
     except ProblemsError as error:
         ended = error.problems[0].kind
     (folder / f"{what}-{RANK}.json").write_text(json.dumps(ended))
+    sys.stderr.flush()
+    os._exit(0)  # as the command line does where an error left the process group open
 
 
 if __name__ == "__main__":
