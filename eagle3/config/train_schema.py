@@ -97,6 +97,15 @@ class TTTSection(Section):
     """Most chains computed at once, forward and backward, which bounds memory; null: all, by autograd (slower)."""
     float8: bool = False
     """Multiply in float8 with a scale for each row: half the time for the large products, see docs/training-step.md."""
+    loss: Literal["cross_entropy", "kl", "reverse_kl", "lk_alpha", "lk_lambda"] = "cross_entropy"
+    """What a term costs: cross-entropy to the target's distribution, or KL, reverse KL, or the LK losses, which aim at
+    the acceptance rate (arXiv 2602.23881); formulas in docs/training-step.md."""
+    lk_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """lk_lambda only: greatest share of KL, the rest being total variation."""
+    lk_eta: NonNegativeFloat = 3.0
+    """lk_lambda only: KL's share is lk_weight * exp(-lk_eta * acceptance); 0 keeps it at lk_weight."""
+    teacher_top_k: PositiveInt | None = None
+    """Teach from the target's likeliest so many tokens of the draft vocab alone; null: from all of them."""
 
 
 class OptimSection(Section):
