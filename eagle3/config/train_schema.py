@@ -196,6 +196,8 @@ class TrainConfig(Section):
     """Seed of initial weights, hold-out and sample order."""
     eval_every: PositiveInt | None = None
     """Optimiser steps between evaluations; default: once an epoch."""
+    eval_depths: PositiveInt | None = None
+    """Depths by which evaluations report acceptance, that is drafts a round there; default: `ttt.steps`."""
     save_every: PositiveInt | None = None
     """Optimiser steps between checkpoints; default: once an epoch."""
     keep_checkpoints: PositiveInt = 3

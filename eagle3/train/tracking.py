@@ -83,11 +83,13 @@ def _line(record: Record) -> str:
 
 
 def _flat(kind: str, values: Record) -> Record:
-    """Wandb's names: `train/loss`, and one scalar a TTT step for lists of numbers."""
+    """Wandb's names: `train/loss`, and one scalar a TTT step for lists of numbers, or a key."""
     flat: Record = {}
     for name, value in values.items():
         if isinstance(value, list):
             flat |= {f"{kind}/{name}_{i}": item for i, item in enumerate(value) if not isinstance(item, str)}
+        elif isinstance(value, dict):
+            flat |= {f"{kind}/{name}/{key}": item for key, item in value.items()}
         else:
             flat[f"{kind}/{name}"] = value
     return flat

@@ -232,7 +232,8 @@ class Trainer:
         if self.samples.heldout is None:
             return False
         with self.engine.whole():
-            found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.engine)
+            config, heldout = self.config, self.samples.heldout
+            found = evaluate(self.module, self.head, heldout, config.heldout_rows, self.engine, config.eval_depths)
         self._log("eval", **asdict(found))
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):

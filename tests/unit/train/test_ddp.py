@@ -111,7 +111,7 @@ def test_two_ranks_take_the_steps_of_one_process(folder: Path, case: str) -> Non
         if mine["kind"] != "skip":
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["step_accuracy"] == theirs["step_accuracy"]
-        for name in ("acceptance_length", "acceptance_rate", "lr"):
+        for name in ("acceptance_length", "acceptance_rate", "acceptance_by_depth", "acceptance_by_source", "lr"):
             assert mine.get(name) == theirs.get(name)
 
 
