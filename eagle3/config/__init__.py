@@ -15,6 +15,7 @@ from eagle3.config.schema import (
 )
 from eagle3.config.train_schema import (
     DraftSection,
+    MomentKind,
     Moments,
     OptimSection,
     RingReadSection,
@@ -30,6 +31,7 @@ __all__ = [
     "DraftSection",
     "ExtractConfig",
     "ImportConfig",
+    "MomentKind",
     "Moments",
     "OptimSection",
     "RegenerateConfig",

@@ -11,6 +11,8 @@ from eagle3.config.cache import CacheSection
 from eagle3.config.schema import Fraction, LayerIndex, NonNegativeFloat, PositiveFloat, Seed, TargetConfig
 
 Moments = Literal["float32", "bfloat16", "float8"]
+MomentKind = Literal["float32", "bfloat16", "float8", "muon"]
+"""What an optimizer keeps of its parameters: AdamW's moments in one of these types, or Muon's momentum beside them."""
 
 
 def _word(word: str) -> BeforeValidator:
@@ -109,10 +111,20 @@ class TTTSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all parameters, or Muon for the layer's matrices and AdamW for fc, head and norms; see
+    docs/training.md."""
     learning_rate: PositiveFloat = 1e-4
     """Peak learning rate."""
+    muon_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of Muon's matrices, on the same schedule; default: `learning_rate`."""
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's step for a matrix [A, B] is its learning rate times 0.2 sqrt(max(A, B)), as large as AdamW's at the same
+    rate, or times sqrt(max(1, A / B)), for rates of about 0.02."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum (Nesterov's)."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up."""
     warmup_fraction: Fraction = 0.03
@@ -124,11 +136,33 @@ class OptimSection(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
     moments: Moments = "float32"
     """Type of AdamW's two moments; the narrower ones are rounded stochastically, see docs/training.md."""
     max_grad_norm: PositiveFloat = 0.5
     """Gradients are clipped to this global norm."""
+
+    @property
+    def kept(self) -> MomentKind:
+        """What the optimizer keeps."""
+        return "muon" if self.name == "muon" else self.moments
+
+    @model_validator(mode="after")
+    def _has_one_optimizer(self) -> Self:
+        if self.name == "muon" and self.moments != "float32":
+            raise ValueError(
+                f"optim.moments is {self.moments} with optim.name=muon, whose momentum and moments are float32; leave "
+                "out optim.moments or use optim.name=adamw"
+            )
+        given = [key for key in type(self).model_fields if key.startswith("muon_") and key in self.model_fields_set]
+        if self.name != "muon" and (given := [key for key in given if _default(self, key) != getattr(self, key)]):
+            said = " and ".join(f"optim.{key}={getattr(self, key)}" for key in given)
+            raise ValueError(f"{said} is given, which optim.name={self.name} does not read; pass optim.name=muon too")
+        return self
+
+
+def _default(section: Section, key: str) -> object:
+    return type(section).model_fields[key].default
 
 
 class TrackingSection(Section):

@@ -1,9 +1,9 @@
 """Training checkpoints: whole or absent, safetensors and JSON only.
 
 `<run>/checkpoints/step-<8 digits>/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
-(AdamW's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The folder
-appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it. Sample order
-and learning rate are functions of the step, so they are not stored.
+(the optimizer's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The
+folder appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it.
+Sample order and learning rate are functions of the step, so they are not stored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from eagle3.config import Moments
+from eagle3.config import MomentKind
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
-from eagle3.train.moments import Layout, moment_layout
+from eagle3.train.moments import Layout, state_layout
 
 FORMAT = "eagle3-checkpoint"
 FORMAT_VERSION = 1
@@ -158,7 +158,7 @@ def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's state as `<parameter>.<moment>`; empty before the first step."""
+    """The optimizer's state as `<parameter>.<moment>`; empty before the first step."""
     return {
         f"{name}.{moment}": value
         for name, parameter in model.named_parameters()
@@ -170,7 +170,7 @@ def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    moments: Moments,
+    kind: MomentKind,
     updates: int,
     folder: Path = Path(),
     place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, value: value,
@@ -178,7 +178,7 @@ def load_optimizer_tensors(
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
     Args:
-        moments: how this optimizer stores its moments.
+        kind: what this optimizer keeps.
         updates: steps that it took; 0: there is no state yet.
         folder: of the checkpoint, for messages.
         place: what is kept of a parameter's whole tensor, such as a shard.
@@ -191,7 +191,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {names[parameter]: parameter.shape for parameter in parameters}
-    layouts = check_optimizer_tensors(shapes, tensors, moments, updates, folder)
+    layouts = check_optimizer_tensors(shapes, tensors, kind, updates, folder)
     state: dict[int, Any] = {
         index: {
             moment: place(parameter, tensors[f"{names[parameter]}.{moment}"]) for moment in layouts[names[parameter]]
@@ -204,7 +204,7 @@ def load_optimizer_tensors(
 def check_optimizer_tensors(
     shapes: Mapping[str, torch.Size],
     tensors: Mapping[str, Tensor],
-    moments: Moments,
+    kind: MomentKind,
     updates: int,
     folder: Path,
 ) -> dict[str, Layout]:
@@ -217,9 +217,7 @@ def check_optimizer_tensors(
         ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
             and counts of other steps.
     """
-    layouts: dict[str, Layout] = {
-        name: {"step": (torch.Size(), torch.float32), **moment_layout(shape, moments)} for name, shape in shapes.items()
-    }
+    layouts: dict[str, Layout] = {name: state_layout(name, shape, kind) for name, shape in shapes.items()}
     expected = {
         f"{name}.{moment}": _described(*form) for name, layout in layouts.items() for moment, form in layout.items()
     }
@@ -233,7 +231,7 @@ def check_optimizer_tensors(
     steps = {name: float(tensors[name]) for name in expected if name.endswith(".step") and not wrong}
     wrong += [f"{name} is {step:g}, expected {updates}" for name, step in steps.items() if step != updates]
     if wrong:
-        message = f"not {moments} moments of this model: {'; '.join(wrong)}"
+        message = f"not {kind} moments of this model: {'; '.join(wrong)}"
         raise problem_error(str(folder / OPTIMIZER_FILE), "checkpoint.moments", message, _fix(folder))
     return layouts
 

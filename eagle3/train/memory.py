@@ -11,13 +11,14 @@ from functools import cached_property
 
 import torch
 
-from eagle3.config import Moments
+from eagle3.config import MomentKind
 from eagle3.draft.config import DraftConfig, TTTSettings
 from eagle3.draft.cost import Cost
 from eagle3.draft.fused.ledger import Entry, Ledger, Phase, span
 from eagle3.draft.fused.memory import Sizes, Types, copied_bytes, counted_bytes, head_parameters, step_ledger
 from eagle3.draft.model import DraftModel
 from eagle3.train.moments import moment_bytes
+from eagle3.train.muon import muon_workspace
 
 _EVALUATED_TOKENS = 8192
 """Of a forward pass of `evaluate.acceptance`."""
@@ -36,14 +37,14 @@ class Run:
         ttt: with a chunk.
         types: of weights, states and the target's head.
         processes: ranks.
-        moments: type of AdamW's moments.
+        moments: what the optimizer keeps.
     """
 
     draft: DraftConfig
     ttt: TTTSettings
     types: Types
     processes: int = 1
-    moments: Moments = "float32"
+    moments: MomentKind = "float32"
 
     @property
     def trained(self) -> int:
@@ -57,7 +58,7 @@ class Run:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Bytes of AdamW's moments."""
+        """Bytes of the optimizer's moments."""
         with torch.device("meta"):
             return moment_bytes(DraftModel(self.draft), self.moments)
 
@@ -82,9 +83,12 @@ def run_ledger(run: Run, sizes: Sizes, place: Place) -> Ledger:
 
 def _run_entries(run: Run, place: Place) -> Iterator[Entry]:
     gradients = run.trained * run.types.weights
-    yield Entry("moments", f"AdamW's moments, {run.moments}", run.moment_bytes)
-    kept: tuple[Phase, ...] = ("autograd",) if place.number == 1 else ("fuse", "autograd")
-    yield Entry("weights", "those copies, kept through the window", copied_bytes(run.draft, run.types), kept)
+    kept = "Muon's momentum, AdamW's moments" if run.moments == "muon" else f"AdamW's moments, {run.moments}"
+    yield Entry("moments", kept, run.moment_bytes)
+    if run.moments == "muon":
+        yield Entry("workspace", "Muon's iterations", muon_workspace(run.draft), ("update",))
+    through: tuple[Phase, ...] = ("autograd",) if place.number == 1 else ("fuse", "autograd")
+    yield Entry("weights", "those copies, kept through the window", copied_bytes(run.draft, run.types), through)
     others = counted_bytes(run.draft, place.others)
     yield Entry("teacher", "of the window's other micro-batches", others, span("count", "autograd"))
     if place.number > 1:

@@ -166,7 +166,7 @@ def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes:
     types = Types(
         head=head, states=states.itemsize, scaled=states == FP8, float8=ttt.float8, argmax=samples.have_argmax
     )
-    return Run(draft, ttt, types, processes, config.optim.moments)
+    return Run(draft, ttt, types, processes, config.optim.kept)
 
 
 def _not_modelled(config: TrainConfig) -> list[Problem]:

@@ -81,7 +81,7 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
         *([] if warm is None else warm.notes),
         f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens{kept}",
         f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained",
-        f"moments: {config.optim.moments}, {size_text(moment_bytes(module.model, config.optim.moments))}",
+        f"moments: {config.optim.kept}, {size_text(moment_bytes(module.model, config.optim.kept))}",
     ]
     contract = reader.contract.with_draft_vocab(vocab.digest)
     head = make_head(config, reader, target)

@@ -36,6 +36,7 @@ from eagle3.train.engines.base import Engine
 from eagle3.train.evaluation import evaluate
 from eagle3.train.float8 import check_float8
 from eagle3.train.interval import Interval
+from eagle3.train.muon import check_muon
 from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import LOCK_FILE, find_resume_point, point_at_best, read_origin, write_run_files
@@ -62,7 +63,7 @@ def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
             a loss or gradient that is not finite (the samples of that step are named); a full disk.
     """
     refuse_url(config.output, "a run", "give a folder; datasets may lie at a URL")
-    raise_problems(check_tracking(config.tracking))
+    raise_problems(check_tracking(config.tracking) + check_muon(config.optim))
     accelerator = make_accelerator(config.mixed_precision)
     setup = make_setup(config, accelerator.num_processes)
     if config.ttt.float8:
@@ -70,7 +71,7 @@ def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
         raise_problems(check_float8(shape, config.mixed_precision, accelerator.device), "cannot train in float8")
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
-    size = checkpoint_bytes(setup.module.model, config.optim.moments)
+    size = checkpoint_bytes(setup.module.model, config.optim.kept)
     accelerator.wait_for_everyone()
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, setup, accelerator, checkpoint)

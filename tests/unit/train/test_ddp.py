@@ -49,6 +49,11 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
         {"max_steps": 8, "accumulate": 3, "save_every": 5, "keep_checkpoints": 9},
         {"accumulate": 6},
     ),
+    "muon": (
+        MIXED * 2,
+        {"max_steps": 6, "optim": {"name": "muon", "learning_rate": 1e-3, "schedule": "constant"}},
+        {"batch_size": 2},
+    ),
     "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
 }
 
