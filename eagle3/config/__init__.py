@@ -15,6 +15,7 @@ from eagle3.config.schema import (
 )
 from eagle3.config.train_schema import (
     DraftSection,
+    EarlyStoppingSection,
     MomentKind,
     Moments,
     OptimSection,
@@ -29,6 +30,7 @@ __all__ = [
     "CacheSection",
     "ConversationsConfig",
     "DraftSection",
+    "EarlyStoppingSection",
     "ExtractConfig",
     "ImportConfig",
     "MomentKind",

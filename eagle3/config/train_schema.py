@@ -165,6 +165,15 @@ def _default(section: Section, key: str) -> object:
     return type(section).model_fields[key].default
 
 
+class EarlyStoppingSection(Section):
+    """When a run ends before its last step, by the acceptance length on held-out samples."""
+
+    patience: PositiveInt = 3
+    """Evaluations in a row without an improvement that end the run; the one before the first step does not count."""
+    min_delta: NonNegativeFloat = 0.0
+    """Acceptance length by which an evaluation must be above the last improvement to be one."""
+
+
 class TrackingSection(Section):
     """Where metrics go; the JSONL log is always written."""
 
@@ -232,6 +241,8 @@ class TrainConfig(Section):
     """Optimiser steps between evaluations; default: once an epoch."""
     eval_depths: PositiveInt | None = None
     """Depths by which evaluations report acceptance, that is drafts a round there; default: `ttt.steps`."""
+    early_stopping: EarlyStoppingSection | None = None
+    """End the run once evaluations no longer improve; default: it takes all its steps."""
     save_every: PositiveInt | None = None
     """Optimiser steps between checkpoints; default: once an epoch."""
     keep_checkpoints: PositiveInt = 3
@@ -261,6 +272,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so a sample of that "
                 "length would not fit into a micro-batch; raise batch_tokens or lower max_length"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_evaluations_to_stop_by(self) -> Self:
+        if self.early_stopping is not None and self.eval_dataset is None and (not self.eval_fraction or self.ring):
+            raise ValueError(
+                "early_stopping goes by held-out samples, and none are held out: give eval_dataset (or, without a "
+                "ring, an eval_fraction above 0), or leave out early_stopping"
             )
         return self
 

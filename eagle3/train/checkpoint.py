@@ -49,6 +49,14 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Plateau:
+    """Where early stopping stands: the acceptance length of the last improvement, and the evaluations since."""
+
+    acceptance_length: float | None
+    evaluations: int
+
+
+@dataclass(frozen=True)
 class TrainState:
     """What a resumed run needs besides weights and moments.
 
@@ -60,6 +68,7 @@ class TrainState:
         best: best checkpoint so far; its name may be this checkpoint's own.
         order: version of the order of samples, see `eagle3.data.batch_plan`; checkpoints from before it was written
             have 1.
+        plateau: of early stopping; None without it, and before its first evaluation.
     """
 
     step: int
@@ -68,6 +77,10 @@ class TrainState:
     data_digest: str
     best: Best | None = None
     order: int = 1
+    plateau: Plateau | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "plateau" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ def save_checkpoint(
             save_tensors({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": sizes}
-        write_json_atomic(temporary / STATE_FILE, header | asdict(state))
+        write_json_atomic(temporary / STATE_FILE, header | state.to_dict())
     return folder
 
 
@@ -125,7 +138,7 @@ def load_state(folder: Path) -> TrainState:
     """Reads `state.json` and holds the sizes of the other files against it; see `load_checkpoint`."""
     values = read_json(folder / STATE_FILE, "the state of a checkpoint")
     if isinstance(values, dict):
-        values = {"order": 1, **values}
+        values = {"order": 1, "plateau": None, **values}
     expected = {"format", "format_version", "files", *(field.name for field in fields(TrainState))}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != FORMAT:
         message = f"does not hold exactly the keys {sorted(expected)} of {FORMAT}"
@@ -144,8 +157,9 @@ def load_state(folder: Path) -> TrainState:
     if problems:
         raise ProblemsError(problems)
     best = None if values["best"] is None else Best(**values["best"])
+    plateau = None if values["plateau"] is None else Plateau(**values["plateau"])
     step, order = values["step"], values["order"]
-    return TrainState(step, values["skipped"], values["processes"], values["data_digest"], best, order)
+    return TrainState(step, values["skipped"], values["processes"], values["data_digest"], best, order, plateau)
 
 
 def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
@@ -251,7 +265,18 @@ def _wrong_values(values: Mapping[str, Any], folder: Path) -> list[str]:
         wrong.append("files")
     if not _is_best(values["best"]):
         wrong.append("best")
+    if not _is_plateau(values["plateau"]):
+        wrong.append("plateau")
     return wrong
+
+
+def _is_plateau(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or set(value) != {field.name for field in fields(Plateau)}:
+        return False
+    count = value["evaluations"]
+    return type(value["acceptance_length"]) in (int, float, type(None)) and type(count) is int and count >= 0
 
 
 def _is_best(value: Any) -> bool:

@@ -1,8 +1,9 @@
 """Where metrics go: `log.jsonl` always, Weights & Biases if asked for.
 
 A line is one JSON object with `kind`: `train` (a step), `skip` (a step without a loss term), `eval` (held-out
-samples; step 0 is before training) or `stop` (a signal). On resume the lines after the checkpoint's step are
-dropped, and that of the stop, so that the log of a resumed run reads like an uninterrupted one's.
+samples; step 0 is before training), `early_stop` (why the run ended before its last step) or `stop` (a signal). On
+resume the lines after the checkpoint's step are dropped, and that of the stop, so that the log of a resumed run reads
+like an uninterrupted one's.
 """
 
 from __future__ import annotations
