@@ -108,6 +108,9 @@ class TTTSection(Section):
     """lk_lambda only: KL's share is lk_weight * exp(-lk_eta * acceptance); 0 keeps it at lk_weight."""
     teacher_top_k: PositiveInt | None = None
     """Teach from the target's likeliest so many tokens of the draft vocab alone; null: from all of them."""
+    hidden_noise: NonNegativeFloat = 0.0
+    """Uniform noise on the captured layers while training: at most so much of the root mean square of a token's slot,
+    up or down, e.g. 0.1 (EAGLE's idea, arXiv 2401.15077); evaluations have none."""
 
 
 class OptimSection(Section):

@@ -260,6 +260,7 @@ class TTTSettings:
         lk_weight, lk_eta: of `lk_lambda`, see `Objective`.
         teacher_top_k: the teacher is the target's distribution over so many of its likeliest tokens in the draft vocab
             (more where several are equal to the last of them); None: over all of it.
+        hidden_noise: width of the noise on aux states while training, see `eagle3.draft.noise`.
     """
 
     steps: int = 7
@@ -271,6 +272,7 @@ class TTTSettings:
     lk_weight: float = 1.0
     lk_eta: float = 3.0
     teacher_top_k: int | None = None
+    hidden_noise: float = 0.0
 
     @property
     def objective(self) -> Objective:
@@ -305,6 +307,9 @@ class TTTSettings:
         if self.loss != "lk_lambda" and (self.lk_weight, self.lk_eta) != (defaults.weight, defaults.eta):
             message = f"are {self.lk_weight!r} and {self.lk_eta!r}, which the loss {self.loss!r} does not read"
             problems.append(_problem("ttt.lk_weight and ttt.lk_eta", message, "pass ttt.loss=lk_lambda, or leave them"))
+        if not _is_number(self.hidden_noise) or self.hidden_noise < 0:
+            message = f"is {self.hidden_noise!r}, expected 0 or a number above"
+            problems.append(_problem("ttt.hidden_noise", message, "correct it"))
         if self.teacher_top_k is not None and (type(self.teacher_top_k) is not int or self.teacher_top_k < 1):
             message = f"is {self.teacher_top_k!r}, expected a whole number above 0, or null"
             problems.append(_problem("ttt.teacher_top_k", message, "correct it"))

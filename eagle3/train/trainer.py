@@ -185,6 +185,8 @@ class Trainer:
         """Trains on one window, begins the next and logs this one; returns a note for the progress bar."""
         step, engine = self.state.step + 1, self.engine
         rate = learning_rate(step, self.total_steps, self.config.optim)
+        if width := self.config.ttt.hidden_noise:
+            batches = [batch.with_noise(width, self.config.seed, step) for batch in batches]
         totals = accumulate_window(engine.model, self.module, batches, self.head, engine, ahead.begin, self._flag)
         if totals.raised >= _FAILED:
             self._settle()

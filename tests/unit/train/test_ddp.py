@@ -59,6 +59,11 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
         {"max_steps": 9, "eval_every": 1, "eval_fraction": 0.3, "early_stopping": {"patience": 2, "min_delta": 9.0}},
         {"batch_size": 2},
     ),
+    "noisy": (
+        MIXED * 2,
+        {"max_steps": 8, "accumulate": 2, "batch_tokens": 20, "ttt": {"steps": 3, "hidden_noise": 0.3}},
+        {"accumulate": 4},
+    ),
     "held_out": (MIXED * 2, {"max_steps": 4, "eval_fraction": 0.3}, {"batch_size": 2}),
 }
 
