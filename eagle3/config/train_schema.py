@@ -71,8 +71,11 @@ class DraftSection(Section):
     """Norm each captured layer on its own before `fc` (SGLang from 0.5.12)."""
     norm_before_fc: bool = False
     """Norm the captured layers, concatenated, before `fc` (SGLang from 0.5.17)."""
-    init: Literal["target_head", "random"] = "target_head"
-    """Start head and final norm from the target's, or everything at random."""
+    init: Literal["target_head", "target_layer", "random"] = "target_head"
+    """Start head and final norm from the target's; these and the decoder layer (needs `target`, with its weights, and a
+    target with Llama's layers of the drafter's shape); or everything at random."""
+    init_layer: Annotated[int, Field(ge=0)] | None = None
+    """target_layer only: which decoder layer, by its output index; default: the last one."""
     fc_init: Literal["last_slot", "random"] = "last_slot"
     """Start `fc` by passing the deepest captured layer on (plus small noise), or at random."""
 
@@ -285,6 +288,14 @@ class TrainConfig(Section):
                 "early_stopping goes by held-out samples, and none are held out: give eval_dataset (or, without a "
                 "ring, an eval_fraction above 0), or leave out early_stopping"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_layer_to_start_from(self) -> Self:
+        if self.draft.init == "target_layer" and self.target is None:
+            raise ValueError("draft.init is target_layer without target: name the target whose layer it starts from")
+        if self.draft.init != "target_layer" and self.draft.init_layer is not None:
+            raise ValueError(f"draft.init_layer={self.draft.init_layer} without draft.init=target_layer; pass that too")
         return self
 
     @model_validator(mode="after")
