@@ -97,25 +97,28 @@ def _run_entries(run: Run, place: Place) -> Iterator[Entry]:
         yield Entry("gradients", "DDP's buckets", gradients, span("count", "autograd"))
 
 
-def evaluation_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
+def evaluation_bytes(run: Run, samples: Sequence[tuple[int, int]], depths: int | None = None) -> int:
     """About what an evaluation takes, which computes all chains at once, with each document's scores as a matrix.
 
     Args:
         samples: (T, L) of the held-out samples.
+        depths: drafts a round; default: the TTT steps.
     """
     kept = run.trained * (run.types.weights + 2) + run.moment_bytes
     kept += run.draft.vocab_size * run.draft.hidden_size * run.types.embedding
     kept += head_parameters(run.draft, run.types) * run.types.head
     kept += run.trained * run.types.weights * (run.processes > 1)
-    return kept + unrolled_bytes(run, samples)
+    return kept + unrolled_bytes(run, samples, run.ttt.steps if depths is None else depths)
 
 
-def unrolled_bytes(run: Run, samples: Sequence[tuple[int, int]]) -> int:
+def unrolled_bytes(run: Run, samples: Sequence[tuple[int, int]], depths: int) -> int:
     """Batch and activations of an evaluation: more than it takes, by up to a third where documents are long."""
     draft = run.draft
     scores = _SCORE_BYTES * draft.num_attention_heads * max(tokens * supervised for tokens, supervised in samples)
     tokens = max(_EVALUATED_TOKENS, max(tokens for tokens, _ in samples))
     chains = tokens * sum(supervised for _, supervised in samples) // sum(tokens for tokens, _ in samples)
     states = tokens * (draft.num_aux * (run.types.states + 2) + 8) * draft.hidden_size
-    attention = scores + chains * _STATES * draft.hidden_size * 2
+    pair = 2 * draft.num_key_value_heads * draft.head_dim
+    own = chains * pair * 2 * (2 * depths - 3 if depths > 1 else 0)  # those of later steps, and as they were before
+    attention = scores + own + chains * _STATES * draft.hidden_size * 2
     return states + max(attention, chains * 2 * max(3 * draft.intermediate_size, draft.draft_vocab_size))
