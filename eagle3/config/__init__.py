@@ -15,6 +15,8 @@ from eagle3.config.schema import (
 )
 from eagle3.config.train_schema import (
     DraftSection,
+    EarlyStoppingSection,
+    MomentKind,
     Moments,
     OptimSection,
     RingReadSection,
@@ -28,8 +30,10 @@ __all__ = [
     "CacheSection",
     "ConversationsConfig",
     "DraftSection",
+    "EarlyStoppingSection",
     "ExtractConfig",
     "ImportConfig",
+    "MomentKind",
     "Moments",
     "OptimSection",
     "RegenerateConfig",

@@ -11,6 +11,8 @@ from eagle3.config.cache import CacheSection
 from eagle3.config.schema import Fraction, LayerIndex, NonNegativeFloat, PositiveFloat, Seed, TargetConfig
 
 Moments = Literal["float32", "bfloat16", "float8"]
+MomentKind = Literal["float32", "bfloat16", "float8", "muon"]
+"""What an optimizer keeps of its parameters: AdamW's moments in one of these types, or Muon's momentum beside them."""
 
 
 def _word(word: str) -> BeforeValidator:
@@ -69,8 +71,11 @@ class DraftSection(Section):
     """Norm each captured layer on its own before `fc` (SGLang from 0.5.12)."""
     norm_before_fc: bool = False
     """Norm the captured layers, concatenated, before `fc` (SGLang from 0.5.17)."""
-    init: Literal["target_head", "random"] = "target_head"
-    """Start head and final norm from the target's, or everything at random."""
+    init: Literal["target_head", "target_layer", "random"] = "target_head"
+    """Start head and final norm from the target's; these and the decoder layer (needs `target`, with its weights, and a
+    target with Llama's layers of the drafter's shape); or everything at random."""
+    init_layer: Annotated[int, Field(ge=0)] | None = None
+    """target_layer only: which decoder layer, by its output index; default: the last one."""
     fc_init: Literal["last_slot", "random"] = "last_slot"
     """Start `fc` by passing the deepest captured layer on (plus small noise), or at random."""
 
@@ -97,13 +102,35 @@ class TTTSection(Section):
     """Most chains computed at once, forward and backward, which bounds memory; null: all, by autograd (slower)."""
     float8: bool = False
     """Multiply in float8 with a scale for each row: half the time for the large products, see docs/training-step.md."""
+    loss: Literal["cross_entropy", "kl", "reverse_kl", "lk_alpha", "lk_lambda"] = "cross_entropy"
+    """What a term costs: cross-entropy to the target's distribution, or KL, reverse KL, or the LK losses, which aim at
+    the acceptance rate (arXiv 2602.23881); formulas in docs/training-step.md."""
+    lk_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """lk_lambda only: greatest share of KL, the rest being total variation."""
+    lk_eta: NonNegativeFloat = 3.0
+    """lk_lambda only: KL's share is lk_weight * exp(-lk_eta * acceptance); 0 keeps it at lk_weight."""
+    teacher_top_k: PositiveInt | None = None
+    """Teach from the target's likeliest so many tokens of the draft vocab alone; null: from all of them."""
+    hidden_noise: NonNegativeFloat = 0.0
+    """Uniform noise on the captured layers while training: at most so much of the root mean square of a token's slot,
+    up or down, e.g. 0.1 (EAGLE's idea, arXiv 2401.15077); evaluations have none."""
 
 
 class OptimSection(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all parameters, or Muon for the layer's matrices and AdamW for fc, head and norms; see
+    docs/training.md."""
     learning_rate: PositiveFloat = 1e-4
     """Peak learning rate."""
+    muon_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of Muon's matrices, on the same schedule; default: `learning_rate`."""
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's step for a matrix [A, B] is its learning rate times 0.2 sqrt(max(A, B)), as large as AdamW's at the same
+    rate, or times sqrt(max(1, A / B)), for rates of about 0.02."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum (Nesterov's)."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up."""
     warmup_fraction: Fraction = 0.03
@@ -115,11 +142,42 @@ class OptimSection(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
     moments: Moments = "float32"
     """Type of AdamW's two moments; the narrower ones are rounded stochastically, see docs/training.md."""
     max_grad_norm: PositiveFloat = 0.5
     """Gradients are clipped to this global norm."""
+
+    @property
+    def kept(self) -> MomentKind:
+        """What the optimizer keeps."""
+        return "muon" if self.name == "muon" else self.moments
+
+    @model_validator(mode="after")
+    def _has_one_optimizer(self) -> Self:
+        if self.name == "muon" and self.moments != "float32":
+            raise ValueError(
+                f"optim.moments is {self.moments} with optim.name=muon, whose momentum and moments are float32; leave "
+                "out optim.moments or use optim.name=adamw"
+            )
+        given = [key for key in type(self).model_fields if key.startswith("muon_") and key in self.model_fields_set]
+        if self.name != "muon" and (given := [key for key in given if _default(self, key) != getattr(self, key)]):
+            said = " and ".join(f"optim.{key}={getattr(self, key)}" for key in given)
+            raise ValueError(f"{said} is given, which optim.name={self.name} does not read; pass optim.name=muon too")
+        return self
+
+
+def _default(section: Section, key: str) -> object:
+    return type(section).model_fields[key].default
+
+
+class EarlyStoppingSection(Section):
+    """When a run ends before its last step, by the acceptance length on held-out samples."""
+
+    patience: PositiveInt = 3
+    """Evaluations in a row without an improvement that end the run; the one before the first step does not count."""
+    min_delta: NonNegativeFloat = 0.0
+    """Acceptance length by which an evaluation must be above the last improvement to be one."""
 
 
 class TrackingSection(Section):
@@ -187,6 +245,10 @@ class TrainConfig(Section):
     """Seed of initial weights, hold-out and sample order."""
     eval_every: PositiveInt | None = None
     """Optimiser steps between evaluations; default: once an epoch."""
+    eval_depths: PositiveInt | None = None
+    """Depths by which evaluations report acceptance, that is drafts a round there; default: `ttt.steps`."""
+    early_stopping: EarlyStoppingSection | None = None
+    """End the run once evaluations no longer improve; default: it takes all its steps."""
     save_every: PositiveInt | None = None
     """Optimiser steps between checkpoints; default: once an epoch."""
     keep_checkpoints: PositiveInt = 3
@@ -217,6 +279,23 @@ class TrainConfig(Section):
                 f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}, so a sample of that "
                 "length would not fit into a micro-batch; raise batch_tokens or lower max_length"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_evaluations_to_stop_by(self) -> Self:
+        if self.early_stopping is not None and self.eval_dataset is None and (not self.eval_fraction or self.ring):
+            raise ValueError(
+                "early_stopping goes by held-out samples, and none are held out: give eval_dataset (or, without a "
+                "ring, an eval_fraction above 0), or leave out early_stopping"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_layer_to_start_from(self) -> Self:
+        if self.draft.init == "target_layer" and self.target is None:
+            raise ValueError("draft.init is target_layer without target: name the target whose layer it starts from")
+        if self.draft.init != "target_layer" and self.draft.init_layer is not None:
+            raise ValueError(f"draft.init_layer={self.draft.init_layer} without draft.init=target_layer; pass that too")
         return self
 
     @model_validator(mode="after")

@@ -33,11 +33,12 @@ class Rendered:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """A rendered conversation, cut to the longest length."""
+    """A rendered conversation, cut to the longest length, and where its prompt comes from, if that is known."""
 
     id: str
     input_ids: list[int]
     loss_mask: list[bool]
+    source: str | None = None
 
 
 @dataclass
@@ -175,7 +176,7 @@ def prepare_samples(
         if not any(mask):
             report.dropped["no supervised token"] += 1
             continue
-        samples.append(TokenSample(conversation.id, ids, mask))
+        samples.append(TokenSample(conversation.id, ids, mask, conversation.source))
         report.kept += 1
         report.cut += len(ids) < len(rendered.input_ids)
         report.tokens += len(ids)

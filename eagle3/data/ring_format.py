@@ -163,7 +163,7 @@ class Ring(RingPlan):
             "target_head": vars(self.target_head),
             "supervised_counts": vars(self.supervised_counts),
             "max_bytes": self.max_bytes,
-            "samples": [vars(sample) for sample in self.samples],
+            "samples": [sample.to_dict() for sample in self.samples],
             "shards": [{**vars(shard), "samples": list(shard.samples)} for shard in self.shards],
             "provenance": self.provenance,
         }

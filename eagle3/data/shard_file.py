@@ -198,7 +198,7 @@ class ShardFile:
 
 def sample_info(sample: TokenSample) -> SampleInfo:
     """What manifest and header say of a sample."""
-    return SampleInfo(sample.id, len(sample.input_ids), sum(sample.loss_mask))
+    return SampleInfo(sample.id, len(sample.input_ids), sum(sample.loss_mask), sample.source)
 
 
 def shard_entry(path: Path, samples: Sequence[TokenSample]) -> ShardInfo:

@@ -128,7 +128,8 @@ class StoreReader:
             last = dequantize(last, self._rows(index, "last_scales"))
         argmax = self._rows(index, "target_argmax").int() if self.layout.has_argmax else None
         self.check_argmax(index, argmax)
-        return StoredSample(self.samples[index].id, *self.read_tokens(index), aux, last, argmax)
+        info = self.samples[index]
+        return StoredSample(info.id, *self.read_tokens(index), aux, last, argmax, info.source)
 
     def read_tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 [T] and loss_mask bool [T] of sample `index`, without its states.

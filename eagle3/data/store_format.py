@@ -36,11 +36,16 @@ _RESTORE = "restore the folder from a copy, or extract again into an empty folde
 
 @dataclass(frozen=True)
 class SampleInfo:
-    """One sample as the manifest lists it: its id, length and supervised positions (both in tokens)."""
+    """One sample as the manifest lists it: its id, length and supervised positions (both in tokens), and where its
+    prompt comes from, if that is known."""
 
     id: str
     tokens: int
     supervised: int
+    source: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "source" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class ShardInfo(FileInfo):
         return sum(sample.supervised for sample in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "tokens": self.tokens, "samples": [vars(sample) for sample in self.samples]}
+        return {**vars(self), "tokens": self.tokens, "samples": [sample.to_dict() for sample in self.samples]}
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,7 @@ _NULLABLE = {"fingerprint"}
 _FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
 _SHARD_FIELDS = {**_FILE_FIELDS, "tokens": int, "samples": list}
 _SAMPLE_FIELDS = {"id": str, "tokens": int, "supervised": int}
+_OPTIONAL_FIELDS = {"source": str}
 
 
 def _problem(where: str, kind: str, message: str) -> Problem:
@@ -273,7 +279,8 @@ def _check_shard_entry(value: Any, path: str, where: str) -> list[Problem]:
         return problems
     for number, sample in enumerate(value["samples"]):
         place = f"{path}.samples[{number}]"
-        wrong = _check_fields(sample, place, _SAMPLE_FIELDS, where)
+        given = _OPTIONAL_FIELDS if isinstance(sample, dict) and "source" in sample else {}
+        wrong = _check_fields(sample, place, _SAMPLE_FIELDS | given, where)
         if not wrong and not 0 <= sample["supervised"] <= sample["tokens"] > 0:
             message = f"{place} ({sample['id']}) has {sample['supervised']} supervised of {sample['tokens']} tokens"
             wrong = [_problem(where, "token_count", message)]

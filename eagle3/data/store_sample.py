@@ -34,6 +34,7 @@ class StoredSample:
         target_argmax: [T] or [S], the target's greedy token at each of the last hidden states, int32 as read (any
             integer type may be written); None in a store that has none (version 1 or 2), and before it is made, see
             `eagle3.data.target_argmax`.
+        source: where its prompt comes from, if that is known.
     """
 
     id: str
@@ -42,10 +43,11 @@ class StoredSample:
     aux_hidden_states: torch.Tensor
     last_hidden_states: torch.Tensor
     target_argmax: torch.Tensor | None = None
+    source: str | None = None
 
     @property
     def info(self) -> SampleInfo:
-        return SampleInfo(self.id, self.input_ids.numel(), int(self.loss_mask.sum()))
+        return SampleInfo(self.id, self.input_ids.numel(), int(self.loss_mask.sum()), self.source)
 
     @property
     def supervised_last(self) -> torch.Tensor:

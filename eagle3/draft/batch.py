@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from eagle3.draft.loss import shifted
+from eagle3.draft.noise import add_noise, noise_keys
 from eagle3.draft.planned import Planned
 from eagle3.draft.states import dequantize
 
@@ -30,6 +32,8 @@ class DraftBatch:
         aux_scales, last_scales: float32 [B, T, A] and [L], where states are fp8 (see `eagle3.draft.states`).
         target_argmax: int64 [L], the target's greedy tokens over the full vocab, by these last hidden states; None: to
             be found with the target's head.
+        noise_keys: int64, of each of `sample_ids`, where aux states get noise, see `eagle3.draft.noise`.
+        noise_width: of that noise.
         planned: what to compute, where it was planned before the batch's turn; for these very loss mask and documents.
     """
 
@@ -44,6 +48,8 @@ class DraftBatch:
     last_scales: torch.Tensor | None = None
     target_argmax: torch.Tensor | None = None
     planned: Planned | None = None
+    noise_keys: torch.Tensor | None = None
+    noise_width: float = 0.0
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
@@ -55,11 +61,23 @@ class DraftBatch:
             assert self.target_argmax.shape == self.last_hidden.shape[:1], self.target_argmax.shape
 
     def aux_rows(self, places: torch.Tensor) -> torch.Tensor:
-        """[R, A * H], the captured layers of tokens at flat places int64 [R] in B * T."""
+        """[R, A * H], the captured layers of tokens at flat places int64 [R] in B * T, with their noise if there is."""
         if self.aux_scales is None:
-            return self.aux.flatten(0, 1).index_select(0, places)
-        scales = self.aux_scales.flatten(0, 1).index_select(0, places)
-        return dequantize(_rows(self.aux.flatten(0, 1), places).unflatten(1, (scales.shape[1], -1)), scales).flatten(1)
+            states = self.aux.flatten(0, 1).index_select(0, places)
+        else:
+            scales = self.aux_scales.flatten(0, 1).index_select(0, places)
+            rows = _rows(self.aux.flatten(0, 1), places).unflatten(1, (scales.shape[1], -1))
+            states = dequantize(rows, scales).flatten(1)
+        if self.noise_keys is None:
+            return states
+        begins = self.document_ids != shifted(self.document_ids, -1, -2)
+        samples = (begins & (self.document_ids >= 0)).flatten().cumsum(0)[places] - 1
+        slots = states.shape[1] // self.last_hidden.shape[1]
+        return add_noise(states, slots, self.noise_width, self.noise_keys[samples], self.position_ids.flatten()[places])
+
+    def with_noise(self, width: float, seed: int, step: int) -> DraftBatch:
+        """The same batch with noise of this width on its aux states, that of a step."""
+        return replace(self, noise_keys=noise_keys(self.sample_ids, seed, step), noise_width=width)
 
     def last_rows(self, places: torch.Tensor) -> torch.Tensor:
         """[R, H], the last hidden states of tokens at flat places int64 [R] in B * T; zeros where not supervised."""
@@ -85,7 +103,7 @@ class DraftBatch:
 
     def without_aux(self) -> DraftBatch:
         """The same batch with one value a token in place of its captured layers, for who reads the teacher only."""
-        return replace(self, aux=self.aux[..., :1], aux_scales=None)
+        return replace(self, aux=self.aux[..., :1], aux_scales=None, noise_keys=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DraftBatch:
         """The same batch on `device`."""

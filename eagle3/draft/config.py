@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 
 ChainRule = Literal["served", "shifted"]
+LossKind = Literal["cross_entropy", "kl", "reverse_kl", "lk_alpha", "lk_lambda"]
 
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -229,6 +230,20 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What a term's loss is; `eagle3.draft.objective` has the formulas.
+
+    Attributes:
+        kind: which loss.
+        weight, eta: of `lk_lambda`, whose share of KL is weight * exp(-eta * acceptance).
+    """
+
+    kind: LossKind = "cross_entropy"
+    weight: float = 1.0
+    eta: float = 3.0
+
+
+@dataclass(frozen=True)
 class TTTSettings:
     """The training-time test of arXiv 2503.01840.
 
@@ -241,6 +256,11 @@ class TTTSettings:
             leaves the step to autograd, all chains at once.
         float8: the fused step multiplies chains' rows with the layer's and the head's matrices, and makes those
             matrices' gradients, in float8 with a scale for each row of both operands.
+        loss: what a term costs, see `eagle3.draft.objective`.
+        lk_weight, lk_eta: of `lk_lambda`, see `Objective`.
+        teacher_top_k: the teacher is the target's distribution over so many of its likeliest tokens in the draft vocab
+            (more where several are equal to the last of them); None: over all of it.
+        hidden_noise: width of the noise on aux states while training, see `eagle3.draft.noise`.
     """
 
     steps: int = 7
@@ -248,6 +268,15 @@ class TTTSettings:
     chain_rule: ChainRule = "served"
     chunk: int | None = 2304
     float8: bool = False
+    loss: LossKind = "cross_entropy"
+    lk_weight: float = 1.0
+    lk_eta: float = 3.0
+    teacher_top_k: int | None = None
+    hidden_noise: float = 0.0
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.loss, self.lk_weight, self.lk_eta)
 
     def __post_init__(self) -> None:
         problems = []
@@ -264,7 +293,27 @@ class TTTSettings:
             problems.append(_problem("ttt.decay", f"is {self.decay!r}, expected above 0 and at most 1", "correct it"))
         if self.chain_rule not in get_args(ChainRule):
             problems.append(_problem("ttt.chain_rule", f"is {self.chain_rule!r}", "use served or shifted"))
-        raise_problems(problems)
+        raise_problems(problems + self._loss_problems())
+
+    def _loss_problems(self) -> list[Problem]:
+        problems = []
+        if self.loss not in get_args(LossKind):
+            problems.append(_problem("ttt.loss", f"is {self.loss!r}", f"use one of {', '.join(get_args(LossKind))}"))
+        if not _is_number(self.lk_weight) or not 0 <= self.lk_weight <= 1:
+            problems.append(_problem("ttt.lk_weight", f"is {self.lk_weight!r}, expected 0 to 1", "correct it"))
+        if not _is_number(self.lk_eta) or self.lk_eta < 0:
+            problems.append(_problem("ttt.lk_eta", f"is {self.lk_eta!r}, expected 0 or a number above", "correct it"))
+        defaults = Objective()
+        if self.loss != "lk_lambda" and (self.lk_weight, self.lk_eta) != (defaults.weight, defaults.eta):
+            message = f"are {self.lk_weight!r} and {self.lk_eta!r}, which the loss {self.loss!r} does not read"
+            problems.append(_problem("ttt.lk_weight and ttt.lk_eta", message, "pass ttt.loss=lk_lambda, or leave them"))
+        if not _is_number(self.hidden_noise) or self.hidden_noise < 0:
+            message = f"is {self.hidden_noise!r}, expected 0 or a number above"
+            problems.append(_problem("ttt.hidden_noise", message, "correct it"))
+        if self.teacher_top_k is not None and (type(self.teacher_top_k) is not int or self.teacher_top_k < 1):
+            message = f"is {self.teacher_top_k!r}, expected a whole number above 0, or null"
+            problems.append(_problem("ttt.teacher_top_k", message, "correct it"))
+        return problems
 
 
 def _shape_of_target(text_config: dict[str, Any]) -> dict[str, Any]:

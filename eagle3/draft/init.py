@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -10,6 +12,14 @@ from eagle3.errors import Problem, raise_problems
 
 STANDARD_DEVIATION = 0.02
 LAST_SLOT_NOISE = 0.1
+LAYER_NAMES = (
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+"""A target's decoder layer, as `init_layer_from_target` takes it."""
+_READS_BOTH = LAYER_NAMES[:3]
 
 
 @torch.no_grad()
@@ -72,3 +82,25 @@ def start_fc_at_last_slot(fc: nn.Linear) -> None:
     width = fc.out_features
     fc.weight.mul_(LAST_SLOT_NOISE)
     fc.weight[:, -width:] += torch.eye(width, dtype=fc.weight.dtype, device=fc.weight.device)
+
+
+@torch.no_grad()
+def init_layer_from_target(model: nn.Module, layer: Mapping[str, torch.Tensor]) -> None:
+    """Takes over a decoder layer of the target.
+
+    The drafter's q, k and v read the normed embedding beside the normed state: the target's go to the state's half,
+    whose `hidden_norm` gets the target's input norm; the embedding's half and `input_layernorm` stay as they are. So a
+    state is attended to and transformed as in the target, but for what the embedding adds.
+
+    Args:
+        model: a `DraftModel`, [.., 2H] in q, k and v.
+        layer: by `LAYER_NAMES`, [.., H] in q, k and v; of the drafter's shape otherwise.
+    """
+    parameters: dict[str, torch.Tensor] = dict(model.get_submodule("midlayer").named_parameters())
+    for name in LAYER_NAMES:
+        source = layer[name]
+        target = parameters["hidden_norm.weight" if name == "input_layernorm.weight" else name]
+        if name in _READS_BOTH:
+            target = target[:, source.shape[1] :]
+        assert target.shape == source.shape, (name, target.shape, source.shape)
+        target.copy_(source)

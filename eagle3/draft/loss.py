@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from eagle3.draft.config import ChainRule
+from eagle3.draft.config import ChainRule, Objective
+from eagle3.draft.objective import losses_and_slopes
 
 LastHiddenKind = Literal["post_norm", "pre_norm"]
 TEACHER_ROWS = 1024
@@ -141,33 +142,31 @@ def _greedy_and_chosen(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.T
     return logits.argmax(-1), logits.index_select(1, ids)
 
 
-def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """-sum_d softmax(teacher)_d log softmax(logits)_d of each row, in at least float32.
+def row_losses(logits: torch.Tensor, teacher_logits: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """The loss of each row, in at least float32.
 
     Args:
         logits: [R, D], the draft's.
         teacher_logits: [R, D], the target's on the draft vocab; no gradient flows there.
+        objective: which loss.
 
     Returns:
         [R].
     """
-    return _SoftCrossEntropy.apply(logits, teacher_logits)
+    return _RowLosses.apply(logits, teacher_logits, objective)
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
+class _RowLosses(torch.autograd.Function):
     """Keeps one [R, D] tensor for backward, the gradient itself, in the logits' own type."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        teacher = teacher_logits.softmax(-1, dtype=dtype)
-        log_draft = logits.log_softmax(-1, dtype=dtype)
-        losses = -(teacher * log_draft).sum(-1)
-        ctx.save_for_backward((log_draft.exp_() - teacher).to(logits.dtype))
+    def forward(ctx: Any, logits: torch.Tensor, teacher_logits: torch.Tensor, objective: Objective) -> torch.Tensor:
+        losses, slopes = losses_and_slopes(logits, teacher_logits, objective)
+        ctx.save_for_backward(slopes.to(logits.dtype))
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (slope,) = ctx.saved_tensors
-        return slope * grad[:, None].to(slope.dtype), None
+        return slope * grad[:, None].to(slope.dtype), None, None

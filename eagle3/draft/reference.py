@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from eagle3.draft.config import DraftConfig, RopeConfig
+from eagle3.draft.config import DraftConfig, LossKind, RopeConfig
 
 State = Mapping[str, torch.Tensor]
 
@@ -47,6 +47,48 @@ def draft_logits(
             hidden = normed if config.norm_output else output
             output = _layer(state, config, cache, hidden, tokens[start + 2 + step], start + 1 + step)
     return torch.stack(logits)
+
+
+def term_loss(
+    logits: torch.Tensor,
+    teacher: torch.Tensor,
+    kind: LossKind,
+    weight: float = 1.0,
+    eta: float = 3.0,
+    top_k: int | None = None,
+) -> torch.Tensor:
+    """Loss of one term, token by token, by the words of docs/training-step.md; autograd gives its slope.
+
+    Args:
+        logits: [D], the draft's.
+        teacher: [D], the target's on the draft vocab.
+        kind: which loss.
+        weight, eta: of `lk_lambda`.
+        top_k: how many of the teacher's greatest tokens it has; those equal to the last of them stay, too.
+    """
+    ranked = sorted((float(value) for value in teacher), reverse=True)
+    least = ranked[-1] if top_k is None else ranked[min(top_k, len(ranked)) - 1]
+    taught = [token for token in range(len(teacher)) if float(teacher[token]) >= least]
+    total = sum((teacher[token] - ranked[0]).exp() for token in taught)
+    p = {token: (teacher[token] - ranked[0]).exp() / total for token in taught}
+    greatest = float(logits.detach().max())
+    mass = sum((value - greatest).exp() for value in logits)
+    q = [(value - greatest).exp() / mass for value in logits]
+    zero = logits.sum() * 0
+    if kind == "cross_entropy":
+        return zero - sum(p[token] * q[token].log() for token in taught)
+    if kind == "kl":
+        return zero + sum(p[token] * (p[token] / q[token]).log() for token in taught)
+    if kind == "reverse_kl":
+        share = sum(q[token] for token in taught)
+        return sum(q[token] / share * (q[token] / share / p[token]).log() for token in taught) - share.log()
+    accepted = sum(q[token] if q[token] < p[token] else p[token] for token in taught) + zero
+    if kind == "lk_alpha":
+        return -accepted.log()
+    assert kind == "lk_lambda"
+    blend = weight * math.exp(-eta * float(accepted.detach()))
+    variation = sum((p.get(token, zero) - q[token]).abs() for token in range(len(q))) / 2
+    return blend * sum(p[token] * (p[token] / q[token]).log() for token in taught) + (1 - blend) * variation
 
 
 def _fc_input(state: State, config: DraftConfig, aux: torch.Tensor) -> torch.Tensor:

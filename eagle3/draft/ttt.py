@@ -23,8 +23,9 @@ from eagle3.draft.fused.function import fused_terms
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.linear import float8_gradient_linear
 from eagle3.draft.fused.weights import KeptWeights
-from eagle3.draft.loss import TargetHead, read_teacher, soft_cross_entropy
+from eagle3.draft.loss import TargetHead, read_teacher, row_losses
 from eagle3.draft.model import DraftModel
+from eagle3.draft.objective import keep_greatest
 from eagle3.draft.planned import plan_batch
 from eagle3.draft.rope import cos_sin
 from eagle3.draft.vocab import DraftVocab
@@ -38,7 +39,7 @@ class TermCounts:
         active: int64 [K], active terms.
         in_vocab: int64 [K], those whose target argmax is in the draft vocab: the loss's denominators.
         target_argmax: int64 [R of step 0], the target's greedy token over the full vocab at the plan's teacher places.
-        teacher: [R of step 0, D], the target's logits on the draft vocab there.
+        teacher: [R of step 0, D], the target's logits on the draft vocab there, as the loss takes them.
         plan: what to compute.
         chunks: the plan as the fused step computes it; None leaves it to autograd.
     """
@@ -57,7 +58,7 @@ class TTTOutput:
 
     Attributes:
         loss: scalar, sum over k of decay^k * loss_sums[k] / denominators[k].
-        loss_sums: [K], soft cross-entropy summed over active terms whose target argmax is in the draft vocab.
+        loss_sums: [K], loss summed over active terms whose target argmax is in the draft vocab.
         correct: int64 [K], active terms where the draft's greedy token is the target's.
         active: int64 [K], active terms: the denominators of step accuracy.
         in_vocab: int64 [K], the terms in `loss_sums`.
@@ -81,6 +82,8 @@ def count_terms(batch: DraftBatch, head: TargetHead, vocab: DraftVocab, ttt: TTT
     plan, active = planned.plan, planned.active
     places = plan.teacher_places
     argmax, teacher = read_teacher(head, batch.last_rows(places), vocab.ids, batch.argmax_rows(places))
+    if ttt.teacher_top_k is not None:
+        teacher = keep_greatest(teacher, ttt.teacher_top_k)
     known = vocab.to_draft(argmax) >= 0
     return TermCounts(
         active=active.sum(1),
@@ -137,7 +140,7 @@ class TTTLoss(nn.Module):
         losses, correct = [], []
         for rows, output in zip(counts.plan.steps, unroll(self.model, batch, counts.plan), strict=True):
             logits = self.model.logits(output)
-            terms = soft_cross_entropy(logits, counts.teacher.index_select(0, rows.ahead))
+            terms = row_losses(logits, counts.teacher.index_select(0, rows.ahead), self.ttt.objective)
             losses.append(terms.masked_fill(~(rows.active & known[rows.ahead]), 0).sum())
             hits = vocab.to_target(logits.detach().argmax(-1)) == targets[rows.ahead]
             correct.append((hits & rows.active).sum())
@@ -158,6 +161,7 @@ class TTTLoss(nn.Module):
         terms = fused_terms(
             model, hidden, embedded, batch.position_ids.flatten()[plan.sources], plan.chains, chunks,
             counts.teacher, vocab.to_draft(targets) >= 0, self._scales(hidden, denominators), self._kept,
+            self.ttt.objective,
         )  # fmt: skip
         correct = torch.zeros_like(counts.active)
         for rows in terms.rows:

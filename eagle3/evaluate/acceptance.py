@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eagle3.data.loader import collate
 from eagle3.data.store import StoreReader
+from eagle3.data.store_format import SampleInfo
 from eagle3.draft.loss import active_terms
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import draft_matches
@@ -32,6 +33,8 @@ from eagle3.errors import problem_error
 Span = tuple[int, int]
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+MOST_SOURCES = 20
+OTHERS, UNNAMED = "others", "no source"
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,12 @@ class Walk:
     Attributes:
         histogram: [K+1] rounds by number of accepted drafts; the last round's is cut at the end of the answer.
         committed: tokens committed; the first token of an answer comes from the prefill and does not count.
+        reached: [K] rounds that reach each depth: every draft before it was accepted, and the answer goes on there.
     """
 
     histogram: tuple[int, ...]
     committed: int
+    reached: tuple[int, ...]
 
     @property
     def rounds(self) -> int:
@@ -53,6 +58,41 @@ class Walk:
     @property
     def accepted(self) -> int:
         return sum(count * accepted for accepted, count in enumerate(self.histogram))
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """[K] rounds that accept the draft at each depth."""
+        return tuple(sum(self.histogram[depth:]) for depth in range(1, len(self.histogram)))
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Walks of some samples, by sample.
+
+    Attributes:
+        steps: most drafts a round.
+        of_sample: for each sample by its index in the store, its walk with 1, 2, .., steps drafts a round.
+        hits, terms: [steps] active terms at each depth, and those whose greedy draft is the answer's token.
+    """
+
+    steps: int
+    of_sample: dict[int, tuple[Walk, ...]]
+    hits: tuple[int, ...]
+    terms: tuple[int, ...]
+
+    def pooled(self, drafts: int, indices: Iterable[int] | None = None) -> Walk:
+        """The samples' rounds together, with so many drafts each; of `indices` those that are here, default: all."""
+        chosen = self.of_sample if indices is None else [index for index in indices if index in self.of_sample]
+        return add_walks([self.of_sample[index][drafts - 1] for index in chosen], drafts)
+
+
+@dataclass(frozen=True)
+class SourceAcceptance:
+    """Acceptance length of the samples from one source: committed / rounds."""
+
+    length: float
+    rounds: int
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +107,8 @@ class AcceptanceResult:
         step_accuracy: [steps] share of the active terms at each depth whose greedy draft is the answer's token.
         length_by_steps: [steps] acceptance length with 1, 2, ..., steps drafts a round.
         samples: samples with at least one round.
+        by_depth: [steps] of the rounds that reach a depth, the share that accepts the draft there.
+        by_source: the same length by where the prompts come from; empty where no sample says so.
     """
 
     steps: int
@@ -79,6 +121,8 @@ class AcceptanceResult:
     step_accuracy: tuple[float, ...]
     length_by_steps: tuple[float, ...]
     samples: int
+    by_depth: tuple[float, ...]
+    by_source: dict[str, SourceAcceptance]
 
 
 def answer_spans(loss_mask: Tensor) -> list[Span]:
@@ -97,23 +141,26 @@ def walk(matches: Tensor, spans: Sequence[Span], steps: int) -> Walk:
         steps: drafts a round.
     """
     leading = matches[:steps].long().cumprod(0).sum(0).tolist()
-    histogram = [0] * (steps + 1)
+    histogram, reached = [0] * (steps + 1), [0] * steps
     committed = 0
     for begin, end in spans:
         last = max(begin, 1)  # token 0 has no state before it, so no chain can draft after it
         while (left := end - 1 - last) > 0:
             accepted = min(leading[last - 1], left)
             histogram[accepted] += 1
+            for depth in range(min(leading[last - 1] + 1, left, steps)):
+                reached[depth] += 1
             commit = min(accepted + 1, left)
             committed += commit
             last += commit
-    return Walk(tuple(histogram), committed)
+    return Walk(tuple(histogram), committed, tuple(reached))
 
 
 def add_walks(walks: Sequence[Walk], steps: int) -> Walk:
     """The pooled walk of several samples, each of `steps` drafts a round."""
     histogram = tuple(sum(item.histogram[accepted] for item in walks) for accepted in range(steps + 1))
-    return Walk(histogram, sum(item.committed for item in walks))
+    reached = tuple(sum(item.reached[depth] for item in walks) for depth in range(steps))
+    return Walk(histogram, sum(item.committed for item in walks), reached)
 
 
 def ratio(part: int, whole: int) -> float:
@@ -136,7 +183,6 @@ def bootstrap_interval(walks: Sequence[Walk], seed: int = 0) -> tuple[float, flo
     return lengths[tail], lengths[-tail - 1]
 
 
-@torch.no_grad()
 def acceptance(
     model: DraftModel,
     reader: StoreReader,
@@ -146,19 +192,36 @@ def acceptance(
     batch_tokens: int = 8192,
     advance: Callable[[int], None] | None = None,
 ) -> AcceptanceResult:
-    """Acceptance of a draft model on a store's samples, on the device of the model.
+    """Acceptance of a draft model on a store's samples, on the device of the model; see `walk_samples`."""
+    chosen = range(len(reader.samples)) if indices is None else indices
+    return _result(
+        walk_samples(model, reader, vocab, steps, chosen, batch_tokens, advance),
+        samples_by_source(reader.samples, chosen),
+    )
+
+
+@torch.no_grad()
+def walk_samples(
+    model: DraftModel,
+    reader: StoreReader,
+    vocab: DraftVocab,
+    steps: int,
+    indices: Sequence[int],
+    batch_tokens: int = 8192,
+    advance: Callable[[int], None] | None = None,
+) -> Walks:
+    """The rounds of each sample.
 
     Args:
-        steps: drafts a round; every smaller count is reported besides.
-        indices: which of `reader.samples`; default: all.
+        steps: most drafts a round; every smaller count is walked besides.
+        indices: which of `reader.samples`.
         batch_tokens: tokens of a forward pass, padding included (a longer sample goes alone).
         advance: told how many samples are done since it was last called.
     """
-    chosen = range(len(reader.samples)) if indices is None else indices
     device = next(model.parameters()).device
-    walks: list[list[Walk]] = [[] for _ in range(steps)]
+    walks: dict[int, tuple[Walk, ...]] = {}
     hits, terms = torch.zeros(steps, dtype=torch.int64), torch.zeros(steps, dtype=torch.int64)
-    groups = list(_groups(reader, chosen, batch_tokens))
+    groups = list(_groups(reader, indices, batch_tokens))
     with reader.ahead(groups) as done:
         for group in groups:
             samples = [reader.read(index) for index in group]
@@ -175,14 +238,30 @@ def acceptance(
             hits += matches.sum((1, 2)).cpu()
             terms += active.sum((1, 2)).cpu()
             matches = matches.cpu()
-            for row, sample in enumerate(samples):
+            for row, (index, sample) in enumerate(zip(group, samples, strict=True)):
                 spans = answer_spans(sample.loss_mask)
-                for count in range(1, steps + 1):
-                    walks[count - 1].append(walk(matches[:, row], spans, count))
+                walks[index] = tuple(walk(matches[:, row], spans, count) for count in range(1, steps + 1))
             if advance is not None:
                 advance(len(group))
-    accuracy = [ratio(hit, term) for hit, term in zip(hits.tolist(), terms.tolist(), strict=True)]
-    return _result(walks, accuracy)
+    return Walks(steps, walks, tuple(hits.tolist()), tuple(terms.tolist()))
+
+
+def samples_by_source(samples: Sequence[SampleInfo], indices: Iterable[int]) -> dict[str, list[int]]:
+    """The indices by where the samples' prompts come from; empty where none says so.
+
+    Of more than `MOST_SOURCES` the smallest are put together as `OTHERS`; samples that do not say are `UNNAMED`.
+    """
+    found: dict[str, list[int]] = {}
+    for index in indices:
+        source = samples[index].source
+        found.setdefault(UNNAMED if source is None else source, []).append(index)
+    if set(found) <= {UNNAMED}:
+        return {}
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))
+    kept = {name: found[name] for name in sorted(largest[:MOST_SOURCES])}
+    for name in largest[MOST_SOURCES:]:
+        kept.setdefault(OTHERS, []).extend(found[name])
+    return kept
 
 
 def _groups(reader: StoreReader, indices: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -199,20 +278,29 @@ def _groups(reader: StoreReader, indices: Sequence[int], batch_tokens: int) -> I
         yield group
 
 
-def _result(walks: list[list[Walk]], step_accuracy: list[float]) -> AcceptanceResult:
-    steps = len(walks)
-    pooled = [add_walks(of_count, count) for count, of_count in enumerate(walks, start=1)]
+def _result(walks: Walks, sources: dict[str, list[int]]) -> AcceptanceResult:
+    steps = walks.steps
+    pooled = [walks.pooled(count) for count in range(1, steps + 1)]
     full = pooled[-1]
     lengths = tuple(ratio(item.committed, item.rounds) for item in pooled)
+    of_sample = [item[-1] for item in walks.of_sample.values()]
     return AcceptanceResult(
         steps=steps,
         length=lengths[-1],
-        interval=bootstrap_interval(walks[-1]),
+        interval=bootstrap_interval(of_sample),
         rate=ratio(full.accepted, full.rounds * steps),
         rounds=full.rounds,
         committed=full.committed,
         histogram=full.histogram,
-        step_accuracy=tuple(step_accuracy),
+        step_accuracy=tuple(map(ratio, walks.hits, walks.terms)),
         length_by_steps=lengths,
-        samples=sum(item.rounds > 0 for item in walks[-1]),
+        samples=sum(item.rounds > 0 for item in of_sample),
+        by_depth=tuple(map(ratio, full.taken, full.reached)),
+        by_source={name: _of_source(walks, indices) for name, indices in sources.items()},
     )
+
+
+def _of_source(walks: Walks, indices: Sequence[int]) -> SourceAcceptance:
+    found = walks.pooled(walks.steps, indices)
+    samples = sum(walks.of_sample[index][-1].rounds > 0 for index in indices)
+    return SourceAcceptance(ratio(found.committed, found.rounds), found.rounds, samples)

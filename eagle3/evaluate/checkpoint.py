@@ -32,12 +32,11 @@ class EvaluationReport:
         head = f"{self.checkpoint} on {self.dataset}: {result.samples} samples, {result.committed} tokens"
         if not result.rounds:
             return f"{head}\n  no data: no answer is longer than one token"
-        lines = [head, f"{'drafts':>8}{'acceptance length':>20}{'step accuracy':>16}"]
-        for drafts, length, accuracy in zip(
-            range(1, result.steps + 1), result.length_by_steps, result.step_accuracy, strict=True
+        lines = [head, f"{'drafts':>8}{'acceptance length':>20}{'step accuracy':>16}{'accepted there':>17}"]
+        for drafts, length, accuracy, accepted in zip(
+            range(1, result.steps + 1), result.length_by_steps, result.step_accuracy, result.by_depth, strict=True
         ):
-            shown = "no data" if math.isnan(accuracy) else f"{accuracy:.1%}"
-            lines.append(f"{drafts:>8}{length:>20.3f}{shown:>16}")
+            lines.append(f"{drafts:>8}{length:>20.3f}{_share(accuracy):>16}{_share(accepted):>17}")
         shares = (f"{accepted}: {count / result.rounds:.1%}" for accepted, count in enumerate(result.histogram))
         low, high = result.interval
         return "\n".join(
@@ -46,8 +45,17 @@ class EvaluationReport:
                 f"  rounds by accepted drafts: {', '.join(shares)}",
                 f"  {result.steps} drafts a round: acceptance length {result.length:.3f} (95% interval {low:.3f} to "
                 f"{high:.3f}), acceptance rate {result.rate:.1%}",
+                *(
+                    f"  {name}: acceptance length {found.length:.3f} ({found.samples} samples, {found.rounds} rounds)"
+                    for name, found in result.by_source.items()
+                    if found.rounds
+                ),
             ]
         )
+
+
+def _share(value: float) -> str:
+    return "no data" if math.isnan(value) else f"{value:.1%}"
 
 
 def evaluate_checkpoint(

@@ -75,6 +75,7 @@ def stored_sample(sample: TokenSample, capture: Capture, dtype: torch.dtype) -> 
         loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
         aux_hidden_states=capture.aux_hidden_states.to(dtype),
         last_hidden_states=capture.last_hidden_states.to(dtype),
+        source=sample.source,
     )
 
 

@@ -51,7 +51,7 @@ def read_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tor
     dtype = getattr(torch, target.dtype)
     places = check_head_tensors(files, target)
     wanted = _wanted(files, dtype, places)
-    tensors = {key: _read(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
+    tensors = {key: read_tensor(places[name][0], name).to(dtype) for key, (name, _) in wanted.items()}
     if (
         files.text_config.get("tie_word_embeddings")
         and HEAD in tensors
@@ -67,15 +67,20 @@ def check_head_tensors(files: TargetFiles, target: TargetConfig) -> dict[str, tu
     Raises:
         ProblemsError: as `read_head_tensors`; only headers are read.
     """
-    places = {
-        name: (path, info)
-        for path in sorted(files.folder.glob("*.safetensors"))
-        for name, info in read_header(path).tensors.items()
-    }
+    places = tensor_places(files.folder)
     wanted = _wanted(files, getattr(torch, target.dtype), places)
-    problems = (_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
+    problems = (tensor_problem(files.folder, name, shape, places.get(name)) for name, shape in wanted.values())
     raise_problems(problem for problem in problems if problem is not None)
     return places
+
+
+def tensor_places(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    """Each tensor of a checkpoint's weight files: its file, and what the header says of it."""
+    return {
+        name: (path, info)
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, info in read_header(path).tensors.items()
+    }
 
 
 def has_all_weights(folder: Path) -> bool:
@@ -106,7 +111,10 @@ def _wanted(files: TargetFiles, dtype: torch.dtype, there: Container[str]) -> di
     return wanted
 
 
-def _problem(folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path, TensorInfo] | None) -> Problem | None:
+def tensor_problem(
+    folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path, TensorInfo] | None
+) -> Problem | None:
+    """What is wrong with a tensor that a checkpoint is to have, plain and in this shape, if anything."""
     if found is None:
         return Problem(str(folder), "target.missing_weights", f"there is no {name}", _FIX)
     info = found[1]
@@ -119,7 +127,8 @@ def _problem(folder: Path, name: str, shape: tuple[int, ...], found: tuple[Path,
     return None
 
 
-def _read(path: Path, name: str) -> torch.Tensor:
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """A tensor of a safetensors file."""
     with safe_open(path, "pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor

@@ -75,4 +75,5 @@ def _copied(reader: StoreReader, index: int, slots: list[int], dtype: torch.dtyp
         aux_hidden_states=torch.cat([parts[slot] for slot in slots], dim=-1).to(dtype),
         last_hidden_states=sample.last_hidden_states.to(dtype),
         target_argmax=sample.target_argmax,
+        source=sample.source,
     )

@@ -101,7 +101,8 @@ def plan_ring(plan: ExtractPlan, chunk_tokens: int | None = None) -> RingPlan:
     Raises:
         ProblemsError: kind `ring.too_small`, it cannot hold the shards that are made together.
     """
-    ring, infos = ring_section(plan.cfg), tuple(map(sample_info, plan.samples))
+    ring = ring_section(plan.cfg)
+    infos = tuple(replace(sample_info(sample), source=None) for sample in plan.samples)  # no evaluation reads a ring
     shards = order_shards(plan.layout, infos, ring.epochs, ring.seed, _cut(plan, chunk_tokens))
     made = RingPlan(
         plan.layout, plain_json(plan.settings), plain_json(plan.files.text_config), ring.max_bytes, infos, shards

@@ -73,7 +73,7 @@ def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     with reader.ahead([[index] for index in range(len(reader))], tokens_only=True) as done:
         for index, info in enumerate(reader.samples):
             input_ids, loss_mask = reader.read_tokens(index)
-            samples.append(TokenSample(info.id, input_ids.tolist(), loss_mask.tolist()))
+            samples.append(TokenSample(info.id, input_ids.tolist(), loss_mask.tolist(), info.source))
             digest.update(f"{info.id}\0{info.tokens}\0".encode())
             digest.update(input_ids.contiguous().numpy().tobytes() + loss_mask.to(torch.uint8).numpy().tobytes())
             done(1)

@@ -1,9 +1,9 @@
 """Training checkpoints: whole or absent, safetensors and JSON only.
 
 `<run>/checkpoints/step-<8 digits>/` holds `draft.safetensors` (the trainable weights, float32), `optimizer.safetensors`
-(AdamW's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The folder
-appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it. Sample order
-and learning rate are functions of the step, so they are not stored.
+(the optimizer's moments in the types that they have in memory, named `<parameter>.<moment>`) and `state.json`. The
+folder appears by one rename after its files are synced, so a kill at any moment leaves the checkpoints before it.
+Sample order and learning rate are functions of the step, so they are not stored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from eagle3.config import Moments
+from eagle3.config import MomentKind
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.files import TEMPORARY_SUFFIX, atomic_folder, read_json, write_json_atomic
-from eagle3.train.moments import Layout, moment_layout
+from eagle3.train.moments import Layout, state_layout
 
 FORMAT = "eagle3-checkpoint"
 FORMAT_VERSION = 1
@@ -49,6 +49,14 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Plateau:
+    """Where early stopping stands: the acceptance length of the last improvement, and the evaluations since."""
+
+    acceptance_length: float | None
+    evaluations: int
+
+
+@dataclass(frozen=True)
 class TrainState:
     """What a resumed run needs besides weights and moments.
 
@@ -60,6 +68,7 @@ class TrainState:
         best: best checkpoint so far; its name may be this checkpoint's own.
         order: version of the order of samples, see `eagle3.data.batch_plan`; checkpoints from before it was written
             have 1.
+        plateau: of early stopping; None without it, and before its first evaluation.
     """
 
     step: int
@@ -68,6 +77,10 @@ class TrainState:
     data_digest: str
     best: Best | None = None
     order: int = 1
+    plateau: Plateau | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "plateau" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ def save_checkpoint(
             save_tensors({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": sizes}
-        write_json_atomic(temporary / STATE_FILE, header | asdict(state))
+        write_json_atomic(temporary / STATE_FILE, header | state.to_dict())
     return folder
 
 
@@ -125,7 +138,7 @@ def load_state(folder: Path) -> TrainState:
     """Reads `state.json` and holds the sizes of the other files against it; see `load_checkpoint`."""
     values = read_json(folder / STATE_FILE, "the state of a checkpoint")
     if isinstance(values, dict):
-        values = {"order": 1, **values}
+        values = {"order": 1, "plateau": None, **values}
     expected = {"format", "format_version", "files", *(field.name for field in fields(TrainState))}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != FORMAT:
         message = f"does not hold exactly the keys {sorted(expected)} of {FORMAT}"
@@ -144,8 +157,9 @@ def load_state(folder: Path) -> TrainState:
     if problems:
         raise ProblemsError(problems)
     best = None if values["best"] is None else Best(**values["best"])
+    plateau = None if values["plateau"] is None else Plateau(**values["plateau"])
     step, order = values["step"], values["order"]
-    return TrainState(step, values["skipped"], values["processes"], values["data_digest"], best, order)
+    return TrainState(step, values["skipped"], values["processes"], values["data_digest"], best, order, plateau)
 
 
 def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
@@ -158,7 +172,7 @@ def remove_old_checkpoints(run: Path, keep: int, best: str | None) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's state as `<parameter>.<moment>`; empty before the first step."""
+    """The optimizer's state as `<parameter>.<moment>`; empty before the first step."""
     return {
         f"{name}.{moment}": value
         for name, parameter in model.named_parameters()
@@ -170,7 +184,7 @@ def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    moments: Moments,
+    kind: MomentKind,
     updates: int,
     folder: Path = Path(),
     place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, value: value,
@@ -178,7 +192,7 @@ def load_optimizer_tensors(
     """Puts back what `optimizer_tensors` gave, every parameter or none.
 
     Args:
-        moments: how this optimizer stores its moments.
+        kind: what this optimizer keeps.
         updates: steps that it took; 0: there is no state yet.
         folder: of the checkpoint, for messages.
         place: what is kept of a parameter's whole tensor, such as a shard.
@@ -191,7 +205,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {names[parameter]: parameter.shape for parameter in parameters}
-    layouts = check_optimizer_tensors(shapes, tensors, moments, updates, folder)
+    layouts = check_optimizer_tensors(shapes, tensors, kind, updates, folder)
     state: dict[int, Any] = {
         index: {
             moment: place(parameter, tensors[f"{names[parameter]}.{moment}"]) for moment in layouts[names[parameter]]
@@ -204,7 +218,7 @@ def load_optimizer_tensors(
 def check_optimizer_tensors(
     shapes: Mapping[str, torch.Size],
     tensors: Mapping[str, Tensor],
-    moments: Moments,
+    kind: MomentKind,
     updates: int,
     folder: Path,
 ) -> dict[str, Layout]:
@@ -217,9 +231,7 @@ def check_optimizer_tensors(
         ProblemsError: kind `checkpoint.moments`, listing tensors that are missing, unknown or of another shape or type,
             and counts of other steps.
     """
-    layouts: dict[str, Layout] = {
-        name: {"step": (torch.Size(), torch.float32), **moment_layout(shape, moments)} for name, shape in shapes.items()
-    }
+    layouts: dict[str, Layout] = {name: state_layout(name, shape, kind) for name, shape in shapes.items()}
     expected = {
         f"{name}.{moment}": _described(*form) for name, layout in layouts.items() for moment, form in layout.items()
     }
@@ -233,7 +245,7 @@ def check_optimizer_tensors(
     steps = {name: float(tensors[name]) for name in expected if name.endswith(".step") and not wrong}
     wrong += [f"{name} is {step:g}, expected {updates}" for name, step in steps.items() if step != updates]
     if wrong:
-        message = f"not {moments} moments of this model: {'; '.join(wrong)}"
+        message = f"not {kind} moments of this model: {'; '.join(wrong)}"
         raise problem_error(str(folder / OPTIMIZER_FILE), "checkpoint.moments", message, _fix(folder))
     return layouts
 
@@ -253,7 +265,18 @@ def _wrong_values(values: Mapping[str, Any], folder: Path) -> list[str]:
         wrong.append("files")
     if not _is_best(values["best"]):
         wrong.append("best")
+    if not _is_plateau(values["plateau"]):
+        wrong.append("plateau")
     return wrong
+
+
+def _is_plateau(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or set(value) != {field.name for field in fields(Plateau)}:
+        return False
+    count = value["evaluations"]
+    return type(value["acceptance_length"]) in (int, float, type(None)) and type(count) is int and count >= 0
 
 
 def _is_best(value: Any) -> bool:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from torch import nn
 
-from eagle3.config import Moments
+from eagle3.config import MomentKind
 from eagle3.errors import problem_error
 from eagle3.files import existing_folder, size_text
 from eagle3.train.checkpoint import checkpoints_folder
 from eagle3.train.moments import moment_bytes
 
 
-def checkpoint_bytes(model: nn.Module, moments: Moments) -> int:
+def checkpoint_bytes(model: nn.Module, kind: MomentKind) -> int:
     """Bytes of a checkpoint's tensors: float32 weights and the moments of the trained parameters."""
-    return sum(value.numel() * 4 for value in model.parameters() if value.requires_grad) + moment_bytes(model, moments)
+    return sum(value.numel() * 4 for value in model.parameters() if value.requires_grad) + moment_bytes(model, kind)
 
 
 def room_note(run: Path, keep: int, size: int) -> str | None:

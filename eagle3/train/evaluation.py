@@ -12,7 +12,7 @@ from eagle3.data.loader import collate
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.ttt import TTTLoss, count_terms
-from eagle3.evaluate.acceptance import acceptance
+from eagle3.evaluate.acceptance import samples_by_source, walk_samples
 from eagle3.train.engines.base import Ranks
 from eagle3.train.samples import SampleSet
 from eagle3.train.window import make_totals
@@ -30,16 +30,28 @@ class Evaluation:
         step_accuracy: at each TTT step; None where there is no term.
         acceptance_length: pooled over samples; None without a round.
         acceptance_rate: accepted drafts / drafted tokens; None without a round.
+        acceptance_by_depth: [depths] of the rounds that reach a depth, the share that accepts the draft there, with so
+            many drafts a round; None where no round does.
+        acceptance_by_source: acceptance length by where the samples' prompts come from; empty where none says so.
     """
 
     loss: float | None
     step_accuracy: list[float | None]
     acceptance_length: float | None
     acceptance_rate: float | None
+    acceptance_by_depth: list[float | None]
+    acceptance_by_source: dict[str, float | None]
 
 
 @torch.no_grad()
-def evaluate(module: TTTLoss, head: TargetHead, samples: SampleSet, batch_size: int, accelerator: Ranks) -> Evaluation:
+def evaluate(
+    module: TTTLoss,
+    head: TargetHead,
+    samples: SampleSet,
+    batch_size: int,
+    accelerator: Ranks,
+    depths: int | None = None,
+) -> Evaluation:
     """Evaluates the drafter; call it on every rank.
 
     Args:
@@ -47,6 +59,7 @@ def evaluate(module: TTTLoss, head: TargetHead, samples: SampleSet, batch_size: 
         samples: held-out samples.
         batch_size: rows of a forward pass.
         accelerator: the run's engine, or an `Accelerator`.
+        depths: how deep `acceptance_by_depth` goes; default: the TTT steps.
     """
     share = samples.indices[accelerator.process_index :: accelerator.num_processes]
     loss_parts = torch.zeros(4, module.ttt.steps, dtype=torch.float64, device=accelerator.device)
@@ -55,14 +68,22 @@ def evaluate(module: TTTLoss, head: TargetHead, samples: SampleSet, batch_size: 
             loss_parts += _loss_parts(module, head, batch.to(accelerator.device), accelerator)
     loss_parts = accelerator.reduce(loss_parts, reduction="sum")
     totals = make_totals(*loss_parts)
-    rounds, committed, accepted = _acceptance_counts(module, samples, share, accelerator)
+    drafts = min(ACCEPTANCE_STEPS, module.ttt.steps)
+    full, reached, taken, sources = _acceptance_counts(module, samples, share, accelerator, drafts, depths)
+    rounds, committed, accepted = full
     loss = totals.loss(module.ttt.decay)
     return Evaluation(
         loss=None if math.isnan(loss) else loss,
         step_accuracy=totals.step_accuracy(),
-        acceptance_length=committed / rounds if rounds else None,
-        acceptance_rate=accepted / (rounds * _acceptance_steps(module)) if rounds else None,
+        acceptance_length=_ratio(committed, rounds),
+        acceptance_rate=_ratio(accepted, rounds * drafts),
+        acceptance_by_depth=list(map(_ratio, taken, reached)),
+        acceptance_by_source={name: _ratio(committed, rounds) for name, (rounds, committed) in sources.items()},
     )
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _batches(samples: SampleSet, share: list[int], batch_size: int) -> Iterator[DraftBatch]:
@@ -85,18 +106,20 @@ def _loss_parts(module: TTTLoss, head: TargetHead, batch: DraftBatch, accelerato
 
 
 def _acceptance_counts(
-    module: TTTLoss, samples: SampleSet, share: list[int], accelerator: Ranks
-) -> tuple[int, int, int]:
-    """(rounds, committed tokens, accepted drafts) over all ranks."""
-    counts = torch.zeros(3, dtype=torch.int64, device=accelerator.device)
-    if share:
-        with accelerator.autocast():
-            found = acceptance(module.model, samples.reader, module.vocab, _acceptance_steps(module), share)
-        accepted = sum(number * rounds for number, rounds in enumerate(found.histogram))
-        counts += torch.tensor([found.rounds, found.committed, accepted], device=accelerator.device)
-    rounds, committed, accepted = accelerator.reduce(counts, reduction="sum").tolist()
-    return rounds, committed, accepted
-
-
-def _acceptance_steps(module: TTTLoss) -> int:
-    return min(ACCEPTANCE_STEPS, module.ttt.steps)
+    module: TTTLoss, samples: SampleSet, share: list[int], accelerator: Ranks, drafts: int, depths: int | None
+) -> tuple[list[int], list[int], list[int], dict[str, list[int]]]:
+    """Over all ranks: rounds, committed tokens and accepted drafts with `drafts` a round; with `depths` a round, the
+    rounds that reach each depth, and those that accept there; rounds and committed tokens of each source.
+    """
+    depths = module.ttt.steps if depths is None else depths
+    sources = samples_by_source(samples.reader.samples, samples.indices)
+    with accelerator.autocast():
+        found = walk_samples(module.model, samples.reader, module.vocab, max(drafts, depths), share)
+    all_drafts, deep = found.pooled(drafts), found.pooled(depths)
+    of_sources = [found.pooled(drafts, indices) for indices in sources.values()]
+    counts = [all_drafts.rounds, all_drafts.committed, all_drafts.accepted, *deep.reached, *deep.taken]
+    counts += [number for item in of_sources for number in (item.rounds, item.committed)]
+    total = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum").tolist()
+    rest = total[3 + 2 * depths :]
+    pairs = [rest[begin : begin + 2] for begin in range(0, len(rest), 2)]
+    return total[:3], total[3 : 3 + depths], total[3 + depths : 3 + 2 * depths], dict(zip(sources, pairs, strict=True))

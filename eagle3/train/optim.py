@@ -1,4 +1,4 @@
-"""AdamW and its learning rate as a function of the step."""
+"""The optimizer and its learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from eagle3.config import OptimSection
+from eagle3.train.moments import is_muons
+from eagle3.train.muon import MuonAndAdamW
 from eagle3.train.rounded_adamw import RoundedAdamW
 
 
 def make_optimizer(model: nn.Module, optim: OptimSection, fused: bool) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; weight decay on matrices only (not on norms).
+    """AdamW over the trainable parameters, or Muon over the layer's matrices and AdamW over the others; weight decay on
+    matrices only (not on norms).
 
     Args:
         fused: of torch's AdamW, which float32 moments take.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    muon = optim.name == "muon"
+    trainable = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not (muon and is_muons(name, parameter.shape))
+    ]
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
     others = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    if muon:
+        return MuonAndAdamW(model, optim, groups, fused)
     rate, betas, eps = optim.learning_rate, optim.betas, optim.eps
     if optim.moments == "float32":
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused)
@@ -47,9 +57,9 @@ def learning_rate(step: int, total_steps: int, optim: OptimSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Gives every parameter group this learning rate."""
+    """Gives every parameter group this learning rate, times its own factor if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("rate_factor", 1.0)
 
 
 def clip_and_step(

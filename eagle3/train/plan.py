@@ -111,7 +111,7 @@ def plan_memory(config: TrainConfig, device_memory: float | None = None) -> Memo
         raise_problems(check_float8(run.draft, config.mixed_precision, device), "cannot train in float8")
     worst = find_worst(samples.train, config, run)
     balance = balance_notes(samples.train.feed(config, processes, run.cost)) if processes > 1 else []
-    evaluation = _evaluation(run, samples)
+    evaluation = _evaluation(run, samples, config.eval_depths)
     most = _most_tokens(samples, config, run, card)
     problems = list(_too_large(config, card, worst.bound, evaluation, most))
     lines = [*_head_lines(config, run), *samples.notes, *balance, *_batch_lines(worst), *_table(worst)]
@@ -166,7 +166,7 @@ def make_run(config: TrainConfig, samples: Samples, ttt: TTTSettings, processes:
     types = Types(
         head=head, states=states.itemsize, scaled=states == FP8, float8=ttt.float8, argmax=samples.have_argmax
     )
-    return Run(draft, ttt, types, processes, config.optim.moments)
+    return Run(draft, ttt, types, processes, config.optim.kept)
 
 
 def _not_modelled(config: TrainConfig) -> list[Problem]:
@@ -192,11 +192,11 @@ def _other_engine(environment: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _evaluation(run: Run, samples: Samples) -> int:
+def _evaluation(run: Run, samples: Samples, depths: int | None) -> int:
     if samples.heldout is None:
         return 0
     infos = map(samples.heldout.info, range(len(samples.heldout.indices)))
-    return evaluation_bytes(run, [(info.tokens, info.supervised) for info in infos])
+    return evaluation_bytes(run, [(info.tokens, info.supervised) for info in infos], depths)
 
 
 def _most_tokens(samples: Samples, config: TrainConfig, run: Run, card: Card) -> int:

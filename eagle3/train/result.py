@@ -25,6 +25,7 @@ class TrainResult:
         best_checkpoint: the best one's folder; the last one where nothing is held out.
         is_main_process: whether this rank should report.
         stopped: a signal ended it before its last step; its last checkpoint is that of `steps`.
+        early_stop: why it ended before its last step by itself, if it did.
     """
 
     run: Path
@@ -38,6 +39,7 @@ class TrainResult:
     best_checkpoint: Path
     is_main_process: bool
     stopped: bool = False
+    early_stop: str | None = None
 
     def render(self) -> str:
         """The same as text for people."""
@@ -48,6 +50,7 @@ class TrainResult:
         stopped = ", stopped by a signal: the same command goes on from there" if self.stopped else ""
         lines = [
             f"{self.steps} steps ({self.skipped} skipped: no loss term in them){stopped}",
+            *([] if self.early_stop is None else [f"ended early: {self.early_stop}"]),
             f"loss, first and last: {self.first_loss:.4f}, {self.last_loss:.4f}",
             f"step accuracy: {accuracy}",
             f"acceptance length{lengths}",
@@ -75,6 +78,7 @@ def read_result(run: Path, state: TrainState, is_main_process: bool, stopped: bo
         best_checkpoint=checkpoints_folder(run) / best,
         is_main_process=is_main_process,
         stopped=stopped,
+        early_stop=next((record["reason"] for record in records[-1:] if record["kind"] == "early_stop"), None),
     )
 
 

@@ -6,7 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3.config import CacheSection, Section, TrackingSection, TrainConfig, dump_config, load_config
+from eagle3.config import (
+    CacheSection,
+    EarlyStoppingSection,
+    Section,
+    TrackingSection,
+    TrainConfig,
+    dump_config,
+    load_config,
+)
 from eagle3.data.tensor_file import save_tensors
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import (
@@ -37,6 +45,8 @@ _MAY_CHANGE = {
     "keep_checkpoints",
     "cache",
     *(f"cache.{name}" for name in CacheSection.model_fields),
+    "early_stopping",
+    *(f"early_stopping.{name}" for name in EarlyStoppingSection.model_fields),
     "ring.wait_seconds",
     "ring.rewind",
     *(f"tracking.{name}" for name in TrackingSection.model_fields),

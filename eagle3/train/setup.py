@@ -17,13 +17,14 @@ from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.target_argmax import make_target_head
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
-from eagle3.draft.init import start_fc_at_last_slot
+from eagle3.draft.init import init_layer_from_target, start_fc_at_last_slot
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import TTTLoss
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import refuse_url, size_text
+from eagle3.target.layer_tensors import read_layer
 from eagle3.target.resolve import find_target
 from eagle3.train.feed import Dataset
 from eagle3.train.moments import moment_bytes
@@ -81,7 +82,7 @@ def make_setup(config: TrainConfig, processes: int = 1) -> Setup:
         *([] if warm is None else warm.notes),
         f"draft vocab: {len(vocab)} of {vocab.vocab_size} tokens, {coverage:.2%} of the supervised tokens{kept}",
         f"drafter: {counts['total']:,} parameters, {counts['trainable']:,} of them trained",
-        f"moments: {config.optim.moments}, {size_text(moment_bytes(module.model, config.optim.moments))}",
+        f"moments: {config.optim.kept}, {size_text(moment_bytes(module.model, config.optim.kept))}",
     ]
     contract = reader.contract.with_draft_vocab(vocab.digest)
     head = make_head(config, reader, target)
@@ -170,7 +171,7 @@ def draft_config(
     """
     if warm is not None:
         return warm.shape(draft_vocab_size)
-    shape = config.draft.model_dump(exclude={"init", "fc_init", "rope", "draft_vocab_size"})
+    shape = config.draft.model_dump(exclude={"init", "init_layer", "fc_init", "rope", "draft_vocab_size"})
     rope = None if config.draft.rope is None else RopeConfig(**config.draft.rope.model_dump())
     num_aux = len(config.output_indices)
     return DraftConfig.from_target(
@@ -195,12 +196,15 @@ def make_model(
     target: dict[str, Tensor],
     warm: WarmStart | None = None,
 ) -> DraftModel:
-    """A drafter that has learnt nothing: the target's embedding; head and final norm by `draft.init`."""
+    """A drafter that has learnt nothing: the target's embedding; head, final norm and layer by `draft.init`."""
     model = DraftModel(draft_config(config, reader, len(vocab), warm))
     model.init_weights(config.seed)
     if config.draft.fc_init == "last_slot":
         start_fc_at_last_slot(model.fc)
-    from_target = config.draft.init == "target_head"
+    if config.draft.init == "target_layer" and warm is None:
+        assert config.target is not None
+        init_layer_from_target(model, read_layer(config.target, config.draft.init_layer, model.config))
+    from_target = config.draft.init != "random"
     model.init_from_target(
         target["embed_tokens.weight"],
         target["norm.weight"] if from_target else None,

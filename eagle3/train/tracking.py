@@ -1,8 +1,9 @@
 """Where metrics go: `log.jsonl` always, Weights & Biases if asked for.
 
 A line is one JSON object with `kind`: `train` (a step), `skip` (a step without a loss term), `eval` (held-out
-samples; step 0 is before training) or `stop` (a signal). On resume the lines after the checkpoint's step are
-dropped, and that of the stop, so that the log of a resumed run reads like an uninterrupted one's.
+samples; step 0 is before training), `early_stop` (why the run ended before its last step) or `stop` (a signal). On
+resume the lines after the checkpoint's step are dropped, and that of the stop, so that the log of a resumed run reads
+like an uninterrupted one's.
 """
 
 from __future__ import annotations
@@ -83,11 +84,13 @@ def _line(record: Record) -> str:
 
 
 def _flat(kind: str, values: Record) -> Record:
-    """Wandb's names: `train/loss`, and one scalar a TTT step for lists of numbers."""
+    """Wandb's names: `train/loss`, and one scalar a TTT step for lists of numbers, or a key."""
     flat: Record = {}
     for name, value in values.items():
         if isinstance(value, list):
             flat |= {f"{kind}/{name}_{i}": item for i, item in enumerate(value) if not isinstance(item, str)}
+        elif isinstance(value, dict):
+            flat |= {f"{kind}/{name}/{key}": item for key, item in value.items()}
         else:
             flat[f"{kind}/{name}"] = value
     return flat

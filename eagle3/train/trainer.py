@@ -31,11 +31,13 @@ from eagle3.provenance import provenance
 from eagle3.train.balance import Imbalance, balance_notes
 from eagle3.train.checkpoint import Best, TrainState, checkpoint_name, load_checkpoint
 from eagle3.train.disk_room import checkpoint_bytes, room_note
+from eagle3.train.early_stopping import after_evaluation, reason_to_stop
 from eagle3.train.engine import check_active, describe, make_accelerator, make_engine
 from eagle3.train.engines.base import Engine
 from eagle3.train.evaluation import evaluate
 from eagle3.train.float8 import check_float8
 from eagle3.train.interval import Interval
+from eagle3.train.muon import check_muon
 from eagle3.train.optim import learning_rate
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import LOCK_FILE, find_resume_point, point_at_best, read_origin, write_run_files
@@ -62,15 +64,18 @@ def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
             a loss or gradient that is not finite (the samples of that step are named); a full disk.
     """
     refuse_url(config.output, "a run", "give a folder; datasets may lie at a URL")
-    raise_problems(check_tracking(config.tracking))
+    raise_problems(check_tracking(config.tracking) + check_muon(config.optim))
     accelerator = make_accelerator(config.mixed_precision)
     setup = make_setup(config, accelerator.num_processes)
     if config.ttt.float8:
         shape = setup.module.model.config
         raise_problems(check_float8(shape, config.mixed_precision, accelerator.device), "cannot train in float8")
+    if config.early_stopping is not None and setup.samples.heldout is None:
+        message, fix = "is given, and no sample is held out to go by", "give eval_dataset, or leave out early_stopping"
+        raise problem_error("early_stopping", "train.early_stopping", message, fix)
     run = Path(config.output)
     checkpoint = find_resume_point(run, config, setup, accelerator.num_processes)
-    size = checkpoint_bytes(setup.module.model, config.optim.moments)
+    size = checkpoint_bytes(setup.module.model, config.optim.kept)
     accelerator.wait_for_everyone()
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, setup, accelerator, checkpoint)
@@ -121,19 +126,22 @@ class Trainer:
     def train(self) -> TrainResult:
         """Runs the steps that are left."""
         step, is_main = self.state.step, self.accelerator.is_main_process
-        with self.feed.opened(step, self.total_steps, str(self.origin["run_id"]), is_main):
+        end = self.total_steps if self._ended is None else step
+        with self.feed.opened(step, end, str(self.origin["run_id"]), is_main):
             self.tracker = self._open_run() if is_main else None
-            if step < self.total_steps:
+            if step < end:
                 with self.saver:
                     self._train()
         if self.tracker is not None:
-            self._report(step < self.total_steps)
+            self._report(step < end)
         self.accelerator.wait_for_everyone()
         return read_result(self.run, self.state, is_main, self.stopping)
 
     def _report(self, trained: bool) -> None:
         assert self.tracker is not None
         lines = []
+        if trained and self._ended is not None:
+            lines.append(f"ended after step {self.state.step} of {self.total_steps}: {self._ended}")
         if self.stopping:
             self._log("stop", signal=self.stop.name)
             lines.append(
@@ -161,7 +169,7 @@ class Trainer:
                         note = self._step(window, batches, ahead)
                         advance(self.feed.tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
                         self._evaluate_and_save()
-                        if self.stopping:
+                        if self.stopping or self._ended is not None:
                             return
                         self.since_line.begin()
 
@@ -177,6 +185,8 @@ class Trainer:
         """Trains on one window, begins the next and logs this one; returns a note for the progress bar."""
         step, engine = self.state.step + 1, self.engine
         rate = learning_rate(step, self.total_steps, self.config.optim)
+        if width := self.config.ttt.hidden_noise:
+            batches = [batch.with_noise(width, self.config.seed, step) for batch in batches]
         totals = accumulate_window(engine.model, self.module, batches, self.head, engine, ahead.begin, self._flag)
         if totals.raised >= _FAILED:
             self._settle()
@@ -216,12 +226,20 @@ class Trainer:
         improved = False
         if last or self._is_due(step, self.config.eval_every):
             improved = self._evaluate()
+        if self._ended is not None and not last:
+            last, self.stopping = True, False
+            self._log("early_stop", reason=self._ended)
         due = last or self.stopping or self._is_due(step, self.config.save_every)
         if due or improved or self.feed.must_save(step):
             self._save()
             if last or self.stopping or self.feed.releases:
                 self._settle()
             self.feed.saved(step, last, self.accelerator.is_main_process)
+
+    @property
+    def _ended(self) -> str | None:
+        """Why no further step is taken before the last one, if so."""
+        return reason_to_stop(self.state.plateau, self.config.early_stopping)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether it is time for what happens every so many steps; by default at the end of an epoch."""
@@ -231,9 +249,13 @@ class Trainer:
         """Evaluates and logs; whether this is the best so far (step 0 has no checkpoint, so it never is)."""
         if self.samples.heldout is None:
             return False
+        config, heldout = self.config, self.samples.heldout
         with self.engine.whole():
-            found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.engine)
+            found = evaluate(self.module, self.head, heldout, config.heldout_rows, self.engine, config.eval_depths)
         self._log("eval", **asdict(found))
+        if config.early_stopping is not None and self.state.step:
+            plateau = after_evaluation(self.state.plateau, found.acceptance_length, config.early_stopping)
+            self.state = replace(self.state, plateau=plateau)
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):
             return False

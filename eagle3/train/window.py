@@ -27,7 +27,7 @@ class Totals:
     """Sums over ranks and batches, [K] each, float64 on the CPU.
 
     Attributes:
-        loss_sums: cross-entropy over the terms whose target argmax is in the draft vocab.
+        loss_sums: loss over the terms whose target argmax is in the draft vocab.
         in_vocab: number of those terms.
         correct: terms where the draft's greedy token is the target's.
         active: number of all terms.

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 
-from eagle3.draft.config import TTTSettings
+from eagle3.draft.config import LossKind, Objective, TTTSettings
 from eagle3.draft.fused import function, plain
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.loss import TargetHead, read_teacher
+from eagle3.draft.objective import keep_greatest
 from eagle3.draft.planned import plan_batch
 from eagle3.draft.ttt import TTTLoss, count_terms
 from eagle3.draft.vocab import DraftVocab
@@ -173,15 +175,20 @@ def test_swiglu_rounded(width: int, cuda: ModuleType) -> None:
         assert (peaks <= 448.1 * scales).all() and (peaks > 223.9 * scales).all()
 
 
+@pytest.mark.parametrize("top", [None, 1, 50])
+@pytest.mark.parametrize("kind", get_args(LossKind))
 @pytest.mark.parametrize("width", [32000, 4096, 517])
-def test_cross_entropy_its_gradient_and_the_greedy_token(width: int, cuda: ModuleType) -> None:
+def test_a_rows_loss_its_gradient_and_the_greedy_token(
+    width: int, kind: LossKind, top: int | None, cuda: ModuleType
+) -> None:
     logits, teacher = 3 * randn(300, width), 3 * randn(90, width, seed=1)
+    teacher = teacher if top is None else keep_greatest(teacher, top)
     rows = torch.randint(0, 90, (300,), device="cuda").int()
     scales = torch.rand(300, device="cuda")
     scales[5] = 0
-    exact = logits.double()
-    expected, greedy = plain.cross_entropy(exact, teacher.double(), rows, scales.double())
-    losses, found = cuda.cross_entropy(logits, teacher, rows, scales)
+    exact, objective = logits.double(), Objective(kind, 0.9, 2.0)
+    expected, greedy = plain.row_losses(exact, teacher.double(), rows, scales.double(), objective)
+    losses, found = cuda.row_losses(logits, teacher, rows, scales, objective)
     assert_near(losses[:, None], expected[:, None], 1e-4)
     assert torch.equal(found, greedy)
     assert_near(logits, exact)

@@ -8,13 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 from runpy import run_path
+from statistics import mean, stdev
 
 import pytest
 import torch
 
+from eagle3.config import dump_config, load_config
+from eagle3.data.store import StoreReader
 from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused.memory import Sizes, Types, step_ledger
+from eagle3.errors import ProblemsError
+from eagle3.train.setup import ttt_settings
+from eagle3.train.tracking import read_log
+from tests.stores import train_config, write_random_store
 
 ROOT = Path(__file__).parents[2]
 PEER = """
@@ -93,3 +100,51 @@ def test_the_scaling_benchmark_takes_whole_steps() -> None:
         ("single", 1, 4),
     ]
     assert all(line["tokens_per_second"] > 0 for line in found)
+
+
+def test_the_ablation_trains_what_is_lacking_and_compares_seed_by_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = write_random_store(tmp_path / "store", count=10)
+    (tmp_path / "train.yaml").write_text(
+        dump_config(train_config(store, tmp_path / "unused", max_steps=2, ttt={"steps": 2}))
+    )
+    settings = {"base": [], "lk": ["ttt.loss=lk_alpha"], "wild": ["optim.learning_rate=1e30"]}
+    values = {"config": str(tmp_path / "train.yaml"), "held_out": 0.3, "seeds": [0, 1], "settings": settings}
+    (tmp_path / "ablation.yaml").write_text(json.dumps(values))
+    ablation = run_path(str(ROOT / "benchmarks" / "ablation.py"))
+    out = tmp_path / "out"
+    assert not ablation["run"](tmp_path / "ablation.yaml", out, [], ["base"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[2].startswith("| base (as the config) | 2 | 1.") and "seed 1: not finished" in table[3]
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*") if path.is_file()}
+
+    assert ablation["run"](tmp_path / "ablation.yaml", out, [], []), "a loss that is not finite"
+
+    table = (out / "table.md").read_text().splitlines()
+    assert "seed 0: train.not_finite, seed 1: train.not_finite" in table[4]
+    lengths = {}
+    for name in ("base", "lk"):
+        logs = [read_log(out / "runs" / f"{name}-seed{seed}" / "log.jsonl") for seed in (0, 1)]
+        lengths[name] = [log[-1]["acceptance_length"] for log in logs]
+    gains = [mine - base for mine, base in zip(lengths["lk"], lengths["base"], strict=True)]
+    cells = [cell.strip() for cell in table[3].split("|")]
+    assert cells[3] == f"{mean(lengths['lk']):.3f} ± {stdev(lengths['lk']):.3f}"
+    assert cells[4] == f"{mean(gains):+.3f} ± {stdev(gains):.3f}"
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items()), "what was finished is left alone"
+    held_out, trained = (
+        {sample.id for sample in StoreReader(out / "split" / part).samples} for part in ("part-00000", "part-00001")
+    )
+    assert not held_out & trained and len(held_out) == 3 and len(trained) == 7
+
+
+def test_every_setting_of_the_shipped_ablation_is_a_config_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    ablation = run_path("benchmarks/ablation.py")
+    file = load_config(ablation["Ablation"], "benchmarks/ablation.yaml")
+    configs = ablation["make_configs"](file, Path("out"), ["target.path=target"])
+    assert len(configs) == len(file.settings) * len(file.seeds) and len(file.settings) > 15
+    assert all(ttt_settings(config).steps for config in configs.values())
+    wrong = file.model_copy(update={"settings": {"a": ["ttt.loss=x"], "b": ["optim.names=muon"]}})
+    with pytest.raises(ProblemsError, match=r"(?s)setting a: .*setting b: "):
+        ablation["make_configs"](wrong, Path("out"), [])

@@ -30,7 +30,7 @@ class Rows:
 
     Attributes:
         chunk: the rows' chunk.
-        losses: [N], soft cross-entropy of the terms that the loss counts, 0 of others.
+        losses: [N], of the terms that the loss counts, 0 of others.
         greedy: int64 [N], the draft token.
     """
 
@@ -147,8 +147,8 @@ class ChunkStep:
         normed, factors[at] = self.ops.norm(self.outputs[at], weights.norms["norm"], self.step.config.rms_norm_eps)
         every, head_rows = slice(0, len(normed)), products.operand(normed)
         logits = products.forward(head_rows.rows(every, normed), "lm_head")
-        found: tuple[torch.Tensor, torch.Tensor] = self.ops.cross_entropy(
-            logits, inputs.teacher, self.chunk.teachers[at], scales[at]
+        found: tuple[torch.Tensor, torch.Tensor] = self.ops.row_losses(
+            logits, inputs.teacher, self.chunk.teachers[at], scales[at], inputs.objective
         )
         if self.step.gradients is not None:
             slopes = products.operand(logits)

@@ -7,7 +7,7 @@ import torch
 from eagle3.draft.fused.quantized import Quantized
 from eagle3.draft.kernels.attention import attend, attend_grad_query
 from eagle3.draft.kernels.attention_grad import attend_grad_own, attend_grad_sources, source_sums
-from eagle3.draft.kernels.loss import cross_entropy
+from eagle3.draft.kernels.loss import row_losses
 from eagle3.draft.kernels.norm import norm, norm_grad, norm_sums, unnormed_grad
 from eagle3.draft.kernels.pointwise import scale_all, swiglu, swiglu_grad
 from eagle3.draft.kernels.quantize import quantize_columns, quantize_rows, quantized_room
@@ -19,7 +19,6 @@ __all__ = [
     "attend_grad_own",
     "attend_grad_query",
     "attend_grad_sources",
-    "cross_entropy",
     "norm",
     "norm_grad",
     "norm_sums",
@@ -28,6 +27,7 @@ __all__ = [
     "quantized_room",
     "rotate_in",
     "rotate_out",
+    "row_losses",
     "scale_all",
     "scaled_product",
     "source_sums",

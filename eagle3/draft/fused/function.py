@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import DraftConfig, Objective
 from eagle3.draft.fused import plain
 from eagle3.draft.fused.chunk import Rows
 from eagle3.draft.fused.layout import Chunk
@@ -50,6 +50,7 @@ def fused_terms(
     known: torch.Tensor,
     scales: torch.Tensor,
     kept: KeptWeights,
+    objective: Objective,
 ) -> Terms:
     """The loss of one batch.
 
@@ -57,10 +58,10 @@ def fused_terms(
         model: the drafter.
         hidden: [S, H], step 0's states, in the type to compute in.
         embedded: [S, H], of that type.
-        positions, chains, chunks, teacher, known, scales: see `Inputs`.
+        positions, chains, chunks, teacher, known, scales, objective: see `Inputs`.
         kept: where the weights' copies are taken from.
     """
-    inputs = Inputs(hidden.detach(), embedded, positions, chains, chunks, teacher, known, scales)
+    inputs = Inputs(hidden.detach(), embedded, positions, chains, chunks, teacher, known, scales, objective)
     rows: list[Rows] = []
     loss, loss_sums = _Fused.apply(model.config, inputs, kept, rows, hidden, *parameters_of(model))
     return Terms(loss, loss_sums, rows)

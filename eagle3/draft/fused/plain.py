@@ -11,8 +11,10 @@ from itertools import pairwise
 
 import torch
 
+from eagle3.draft.config import Objective
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.quantized import LARGEST_EXPONENT, ROUND_UP, SMALLEST_PEAK, Quantized
+from eagle3.draft.objective import losses_and_slopes
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 
@@ -322,22 +324,21 @@ def attend_grad_sources(
     total[0, :, heads:] += torch.einsum("vgrs,rvgd->svd", weights, slope)
 
 
-def cross_entropy(
-    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor
+def row_losses(
+    logits: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Soft cross-entropy [R] of each row, unscaled, and its greedy draft token int64 [R].
+    """Loss [R] of each row, unscaled, and its greedy draft token int64 [R].
 
     Args:
         logits: [R, D], the draft's; overwritten with the gradient of sum(scales * result).
         teacher: [.., D], the target's on the draft vocab.
         rows: int32 [R], each row's teacher.
         scales: [R].
+        objective: which loss.
     """
-    dtype = wide(logits.dtype)
-    chances = teacher[rows.long()].softmax(-1, dtype=dtype)
-    logs = logits.log_softmax(-1, dtype=dtype)
-    losses, greedy = -(chances * logs).sum(-1), logits.argmax(-1)
-    logits.copy_((logs.exp() - chances) * scales[:, None])
+    greedy = logits.argmax(-1)
+    losses, slopes = losses_and_slopes(logits, teacher[rows.long()], objective)
+    logits.copy_(slopes.mul_(scales[:, None]))
     return losses, greedy
 
 

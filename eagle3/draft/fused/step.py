@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import DraftConfig, Objective
 from eagle3.draft.fused.chunk import ChunkStep, Rows
 from eagle3.draft.fused.gemm import add_product, product
 from eagle3.draft.fused.layout import Chunk
@@ -35,6 +35,7 @@ class Inputs:
         teacher: [C, D], the target's logits on the draft vocab.
         known: bool [C], whether the target's greedy token there is in the draft vocab.
         scales: [K], what the loss of a step's terms is multiplied with.
+        objective: what a term's loss is.
     """
 
     hidden: torch.Tensor
@@ -45,6 +46,7 @@ class Inputs:
     teacher: torch.Tensor
     known: torch.Tensor
     scales: torch.Tensor
+    objective: Objective
 
 
 class Step:

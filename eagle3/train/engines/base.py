@@ -72,7 +72,8 @@ class Engine(Ranks, Protocol):
         """Takes over the drafter, whole and with the weights to begin with, and makes its optimizer.
 
         Raises:
-            ProblemsError: kind `train.engine_moments`: the engine cannot keep such moments.
+            ProblemsError: kinds `train.engine_moments`, `train.engine_optimizer`: the engine cannot keep such moments,
+                or take such steps.
         """
         ...
 
@@ -104,7 +105,7 @@ class Engine(Ranks, Protocol):
         ...
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's state, whole, as `eagle3.train.checkpoint.optimizer_tensors` names it; see `weights`."""
+        """The optimizer's state, whole, as `eagle3.train.checkpoint.optimizer_tensors` names it; see `weights`."""
         ...
 
     def load_moments(self, tensors: Mapping[str, Tensor], updates: int, folder: Path) -> None:

@@ -27,7 +27,7 @@ from eagle3.draft.ttt import TTTLoss, TTTOutput
 from eagle3.train.checkpoint import load_optimizer_tensors, optimizer_tensors
 from eagle3.train.engines.base import AsTuple
 from eagle3.train.engines.replicated import OfAccelerator
-from eagle3.train.engines.sharded import bf16_autocast, on_main, refuse_rounded_moments
+from eagle3.train.engines.sharded import bf16_autocast, on_main, refuse_whole_parameters
 from eagle3.train.optim import clip_and_step, make_optimizer
 
 
@@ -38,8 +38,8 @@ class FullySharded(OfAccelerator):
     copies = True
 
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
-        refuse_rounded_moments(self.name, optim)
-        self.module, self._kind = module.to(self.device), optim.moments
+        refuse_whole_parameters(self.name, optim)
+        self.module, self._kind = module.to(self.device), optim.kept
         for value in (*module.parameters(), *module.buffers()):
             dist.broadcast(value.data, 0)
         self._root = AsTuple(module, self.bf16)

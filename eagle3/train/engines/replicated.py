@@ -55,7 +55,7 @@ class Replicated(OfAccelerator):
 
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
         optimizer = make_optimizer(module.model, optim, fused=self.device.type == "cuda")
-        self.module, self._kind = module, optim.moments
+        self.module, self._kind = module, optim.kept
         self.model, self.optimizer = self.accelerator.prepare(module, optimizer)
 
     def active(self) -> str:

@@ -14,19 +14,24 @@ from eagle3.config import OptimSection
 from eagle3.errors import problem_error
 
 
-def refuse_rounded_moments(engine: str, optim: OptimSection) -> None:
-    """Moments in 16 or 8 bits are laid out, scaled and rounded by place in whole parameters.
+def refuse_whole_parameters(engine: str, optim: OptimSection) -> None:
+    """Refuses what goes by whole parameters: moments in 16 or 8 bits are laid out, scaled and rounded by place in them,
+    and Muon's step is of all of a matrix.
 
     Raises:
-        ProblemsError: kind `train.engine_moments`.
+        ProblemsError: kinds `train.engine_moments`, `train.engine_optimizer`.
     """
-    if optim.moments == "float32":
-        return
-    message = (
-        f"optim.moments is {optim.moments}, whose blocks and rounding go by whole parameters, and {engine} has shards"
-    )
-    fix = "set optim.moments to float32, or launch with configs/accelerate/ddp.yaml"
-    raise problem_error("training config", "train.engine_moments", message, fix)
+    ddp = "launch with configs/accelerate/ddp.yaml"
+    if optim.name == "muon":
+        message = f"optim.name is muon, whose step takes a whole matrix at once, and {engine} has shards"
+        raise problem_error("training config", "train.engine_optimizer", message, f"set optim.name to adamw, or {ddp}")
+    if optim.moments != "float32":
+        message = (
+            f"optim.moments is {optim.moments}, whose blocks and rounding go by whole parameters, and {engine} has "
+            "shards"
+        )
+        fix = f"set optim.moments to float32, or {ddp}"
+        raise problem_error("training config", "train.engine_moments", message, fix)
 
 
 def bf16_autocast(device: torch.device, wanted: bool) -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ from eagle3.draft.ttt import TTTLoss, TTTOutput
 from eagle3.train.checkpoint import check_optimizer_tensors
 from eagle3.train.engines.base import AsTuple
 from eagle3.train.engines.replicated import OfAccelerator
-from eagle3.train.engines.sharded import bf16_autocast, on_main, refuse_rounded_moments
+from eagle3.train.engines.sharded import bf16_autocast, on_main, refuse_whole_parameters
 from eagle3.train.optim import make_optimizer, set_learning_rate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,7 +47,7 @@ class Zero(OfAccelerator):
     def prepare(self, module: TTTLoss, optim: OptimSection) -> None:
         import deepspeed
 
-        refuse_rounded_moments(self.name, optim)
+        refuse_whole_parameters(self.name, optim)
         self.module = module.to(self.device)
         _hide_embedding(module)
         root = InOrder(module, self.bf16)

@@ -102,6 +102,8 @@ def first(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: first(m)["samples"][1].update(supervised=-1), "store.token_count", "(s1) has -1"),
         (lambda m: first(m)["samples"][1].update(tokens=4.0), "store.manifest_type", "samples[1].tokens is a float"),
         (lambda m: first(m)["samples"][1].update(id=1), "store.manifest_type", "samples[1].id is a int"),
+        (lambda m: first(m)["samples"][1].update(source=1), "store.manifest_type", "samples[1].source is a int"),
+        (lambda m: first(m)["samples"][1].update(source=None), "store.manifest_type", "samples[1].source is a None"),
         (lambda m: first(m).update(file="shard-00001.safetensors"), "store.duplicate_shard", "listed 2 times"),
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eagle3.draft.loss import active_terms, read_teacher, rms_norm, soft_cross_entropy
+from eagle3.draft.config import Objective
+from eagle3.draft.loss import active_terms, read_teacher, rms_norm, row_losses
 
 from .cases import make_head
 
@@ -55,7 +56,7 @@ def test_soft_cross_entropy_and_its_gradient_equal_torchs() -> None:
     logits, teacher = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     weights = torch.rand(5, generator=generator, dtype=torch.float64)
     mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    ours = soft_cross_entropy(mine, teacher)
+    ours = row_losses(mine, teacher, Objective())
     expected = F.cross_entropy(theirs, teacher.softmax(-1), reduction="none")
     torch.testing.assert_close(ours, expected)
     (ours * weights).sum().backward()
@@ -65,7 +66,7 @@ def test_soft_cross_entropy_and_its_gradient_equal_torchs() -> None:
 
 def test_bf16_logits_are_normalised_in_float32() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).mul(5).bfloat16().requires_grad_()
-    losses = soft_cross_entropy(logits, logits.detach())
+    losses = row_losses(logits, logits.detach(), Objective())
     wide = logits.detach().float()
     torch.testing.assert_close(losses, -(wide.softmax(-1) * wide.log_softmax(-1)).sum(-1))
     losses.sum().backward()

@@ -11,7 +11,7 @@ import torch
 
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import ChainPlan, plan_chains
-from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
+from eagle3.draft.config import DraftConfig, Objective, RopeConfig, TTTSettings
 from eagle3.draft.fused import chunk, function, linear, memory, products, weights
 from eagle3.draft.fused.layout import Chunk, make_chunks
 from eagle3.draft.fused.ledger import PHASES, Phase
@@ -122,7 +122,9 @@ def run_on_meta(
     count.know([*model.parameters(), hidden, embedded, teacher])
     with count:
         kept = weights.KeptWeights(types.float8)
-        terms = function.fused_terms(model, hidden, embedded, sources, chains, chunks, teacher, known, scales, kept)
+        terms = function.fused_terms(
+            model, hidden, embedded, sources, chains, chunks, teacher, known, scales, kept, Objective()
+        )
         terms.loss.backward()
     return peaks, count
 

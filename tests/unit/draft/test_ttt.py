@@ -141,8 +141,8 @@ def test_fault_19_step_accuracy_compares_target_ids_of_active_terms(
     model, batch = make_model(), make_batch([[make_document(ONE_ANSWER)]])
     winner = torch.nn.functional.one_hot(torch.tensor(3), 10).double()  # draft id 3 is target id 5
     monkeypatch.setattr(model, "logits", lambda output: winner.expand(len(output), 10))
-    real = plain.cross_entropy
-    monkeypatch.setattr(plain, "cross_entropy", lambda logits, *rest: real(winner.expand_as(logits).clone(), *rest))
+    real = plain.row_losses
+    monkeypatch.setattr(plain, "row_losses", lambda logits, *rest: real(winner.expand_as(logits).clone(), *rest))
     output = run_with_argmax(model, batch, TTTSettings(3, 0.8, rule, chunk), target_id)
     assert make_vocab().ids[3] == 5 and output.correct.tolist() == correct
 

@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from eagle3.data.store import StoreReader
+from eagle3.data.store_format import SampleInfo
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import ProblemsError
 from eagle3.evaluate.acceptance import (
+    MOST_SOURCES,
     AcceptanceResult,
+    SourceAcceptance,
     Walk,
     acceptance,
     add_walks,
     answer_spans,
     bootstrap_interval,
+    samples_by_source,
     walk,
 )
 
@@ -93,6 +97,53 @@ def test_equals_autoregressive_serving_token_by_token(tmp_path: Path, norm_outpu
     assert result.samples == 4
 
 
+def test_acceptance_by_depth_is_that_of_the_rounds_that_get_there(tmp_path: Path) -> None:
+    """Counted in a simulation that drafts token by token: a draft behind the answer's end is none."""
+    model = make_model()
+    reader = make_reader(tmp_path, model)
+    reached, taken = [0] * 3, [0] * 3
+    for number in range(len(reader)):
+        sample = reader.read(number)
+        aux, tokens = sample.aux_hidden_states.double(), sample.input_ids.tolist()
+        for begin, end in answer_spans(sample.loss_mask):
+            last = max(begin, 1)
+            while last < end - 1:
+                drafts, accepted = drafter_of(model).draft(aux, tokens[: last + 1], 3), 0
+                for depth in range(min(3, end - 1 - last)):
+                    if accepted == depth:
+                        reached[depth] += 1
+                        accepted += drafts[depth] == tokens[last + 1 + depth]
+                        taken[depth] += accepted == depth + 1
+                last += accepted + 1
+    assert reached[2] > taken[2] > 0
+    assert acceptance(model, reader, VOCABULARY, 3).by_depth == tuple(
+        one / all_ for one, all_ in zip(taken, reached, strict=True)
+    )
+
+
+def test_acceptance_by_source_is_that_of_its_samples(tmp_path: Path) -> None:
+    model = make_model()
+    plain = make_reader(tmp_path / "plain", model)
+    assert acceptance(model, plain, VOCABULARY, 3).by_source == {}
+    samples = [replace(plain.read(number), source=(None, "b", "a", "b", "a")[number]) for number in range(5)]
+    target = make_target_config()
+    reader = StoreReader(make_store(tmp_path / "named", make_contract(target, OUTPUTS), target, samples))
+    found = acceptance(model, reader, VOCABULARY, 3).by_source
+    assert list(found) == ["a", "b", "no source"]
+    for name, indices in {"a": [2, 4], "b": [1, 3], "no source": [0]}.items():
+        alone = acceptance(model, reader, VOCABULARY, 3, indices)
+        assert found[name] == SourceAcceptance(alone.length, alone.rounds, alone.samples)
+
+
+def test_of_many_sources_the_smallest_are_put_together() -> None:
+    names = [f"s{number:02}" for number in range(MOST_SOURCES + 3) for _ in range(2)] + ["s22"]
+    found = samples_by_source(
+        [SampleInfo(str(place), 3, 1, name) for place, name in enumerate(names)], range(len(names))
+    )
+    assert list(found) == [*(f"s{number:02}" for number in range(MOST_SOURCES - 1)), "s22", "others"]
+    assert found["others"] == [38, 39, 40, 41, 42, 43] and found["s22"] == [44, 45, 46]
+
+
 def test_every_answer_token_but_the_first_is_committed_once(tmp_path: Path) -> None:
     model = make_model()
     reader = make_reader(tmp_path, model)
@@ -151,33 +202,40 @@ def matches_of(chains: dict[int, int], tokens: int, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("chains", "spans", "histogram", "committed"),
+    ("chains", "spans", "histogram", "committed", "reached"),
     [
-        ({}, [(4, 8)], (3, 0, 0, 0), 3),
-        ({3: 2}, [(4, 8)], (0, 0, 1, 0), 3),  # two drafts and the target's own token end the answer
-        ({3: 3}, [(4, 8)], (0, 0, 0, 1), 3),  # the draft itself ends it
-        ({3: 3}, [(4, 7)], (0, 0, 1, 0), 2),  # what lies behind the end is cut
-        ({3: 1, 5: 1}, [(4, 8)], (0, 2, 0, 0), 3),
-        ({3: 1, 4: 3}, [(4, 8)], (1, 1, 0, 0), 3),  # chain 4 is jumped over
-        ({3: 1, 8: 1}, [(4, 7), (9, 12)], (0, 2, 0, 0), 4),
-        ({}, [(4, 5)], (0, 0, 0, 0), 0),  # an answer of one token needs no round
-        ({0: 2}, [(0, 4)], (0, 0, 1, 0), 2),  # nothing can draft after token 0
-        ({}, [], (0, 0, 0, 0), 0),
+        ({}, [(4, 8)], (3, 0, 0, 0), 3, (3, 0, 0)),
+        ({3: 2}, [(4, 8)], (0, 0, 1, 0), 3, (1, 1, 1)),  # two drafts and the target's own token end the answer
+        ({3: 3}, [(4, 8)], (0, 0, 0, 1), 3, (1, 1, 1)),  # the draft itself ends it
+        ({3: 3}, [(4, 7)], (0, 0, 1, 0), 2, (1, 1, 0)),  # what lies behind the end is cut, and not reached
+        ({3: 1, 5: 1}, [(4, 8)], (0, 2, 0, 0), 3, (2, 1, 0)),
+        ({3: 1, 4: 3}, [(4, 8)], (1, 1, 0, 0), 3, (2, 1, 0)),  # chain 4 is jumped over
+        ({3: 1, 8: 1}, [(4, 7), (9, 12)], (0, 2, 0, 0), 4, (2, 2, 0)),
+        ({}, [(4, 5)], (0, 0, 0, 0), 0, (0, 0, 0)),  # an answer of one token needs no round
+        ({0: 2}, [(0, 4)], (0, 0, 1, 0), 2, (1, 1, 0)),  # nothing can draft after token 0
+        ({}, [], (0, 0, 0, 0), 0, (0, 0, 0)),
     ],
 )
-def test_walk(chains: dict[int, int], spans: list[tuple[int, int]], histogram: tuple[int, ...], committed: int) -> None:
-    assert walk(matches_of(chains, 12, 3), spans, 3) == Walk(histogram, committed)
+def test_walk(
+    chains: dict[int, int],
+    spans: list[tuple[int, int]],
+    histogram: tuple[int, ...],
+    committed: int,
+    reached: tuple[int, ...],
+) -> None:
+    assert walk(matches_of(chains, 12, 3), spans, 3) == Walk(histogram, committed, reached)
 
 
 def test_walk_uses_no_more_than_its_steps() -> None:
     matches = torch.ones(5, 21, dtype=torch.bool)
-    assert walk(matches, [(1, 21)], 3) == Walk((0, 0, 0, 5), 19)
-    assert walk(matches, [(1, 21)], 1) == Walk((0, 10), 19)
+    assert walk(matches, [(1, 21)], 3) == Walk((0, 0, 0, 5), 19, (5, 5, 5))
+    assert walk(matches, [(1, 21)], 1) == Walk((0, 10), 19, (10,))
 
 
 def test_walks_add_up() -> None:
-    total = add_walks([Walk((1, 2, 0), 5), Walk((0, 1, 3), 11)], 2)
-    assert total == Walk((1, 3, 3), 16) and total.rounds == 7 and total.accepted == 9
+    total = add_walks([Walk((1, 2, 0), 5, (3, 2)), Walk((0, 1, 3), 11, (4, 4))], 2)
+    assert total == Walk((1, 3, 3), 16, (7, 6)) and total.rounds == 7 and total.accepted == 9
+    assert total.taken == (6, 3)
 
 
 def test_answer_spans() -> None:
@@ -187,7 +245,7 @@ def test_answer_spans() -> None:
 
 def test_bootstrap_is_seeded_and_brackets_the_pooled_length() -> None:
     random = Random(3)
-    walks = [Walk((random.randint(1, 20), random.randint(1, 20)), 0) for _ in range(40)]
+    walks = [Walk((random.randint(1, 20), random.randint(1, 20)), 0, (0,)) for _ in range(40)]
     walks = [replace(item, committed=item.rounds + item.accepted) for item in walks]
     pooled = add_walks(walks, 1)
     low, high = bootstrap_interval(walks)
@@ -195,15 +253,15 @@ def test_bootstrap_is_seeded_and_brackets_the_pooled_length() -> None:
     assert low < pooled.committed / pooled.rounds < high
     few_low, few_high = bootstrap_interval(walks[:5])
     assert few_high - few_low > high - low
-    assert bootstrap_interval([Walk((1, 1), 3)] * 9) == (1.5, 1.5)
-    assert bootstrap_interval([Walk((1, 1), 3), Walk((0, 0), 0)]) == (1.5, 1.5)
+    assert bootstrap_interval([Walk((1, 1), 3, (2,))] * 9) == (1.5, 1.5)
+    assert bootstrap_interval([Walk((1, 1), 3, (2,)), Walk((0, 0), 0, (0,))]) == (1.5, 1.5)
 
 
 def test_bootstrap_covers_the_truth_about_as_often_as_it_says() -> None:
     random = Random(0)
     covered = 0
     for _ in range(60):
-        walks = [Walk((10 - hits, hits), 10 + hits) for hits in (random.choice((1, 3, 5, 9)) for _ in range(30))]
+        walks = [Walk((10 - hits, hits), 10 + hits, (10,)) for hits in (random.choice((1, 3, 5, 9)) for _ in range(30))]
         low, high = bootstrap_interval(walks)
         covered += low <= 1.45 <= high
     assert 50 <= covered < 60

@@ -15,6 +15,8 @@ import torch
 from eagle3.config import build_config
 from eagle3.config.schema import ExtractConfig
 from eagle3.data.store import StoreReader, verify
+from eagle3.data.store_merge import merge
+from eagle3.data.store_split import split_fraction
 from eagle3.errors import ProblemsError
 from eagle3.target import extract
 from eagle3.target.extract import run_extract
@@ -53,6 +55,28 @@ def files(folder: Path) -> dict[str, str]:
 
 def never(*_: object) -> Any:
     raise AssertionError("the target ran")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "streamed"])
+def test_where_prompts_come_from_goes_along_from_the_conversations_to_copies(
+    target: Path, tmp_path: Path, engine: str
+) -> None:
+    data = write_conversations(tmp_path / "data.jsonl", 6)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for number, record in enumerate(records[:4]):
+        record["source"] = ("chat", "code")[number % 2]
+    data.write_text("\n".join(json.dumps(record) for record in records))
+    run_extract(extract_config(target, data, tmp_path / "first", output_indices=[1, 3, 5], engine=engine))
+    expected = {"c0": "chat", "c1": "code", "c2": "chat", "c3": "code", "c4": None, "c5": None}
+    run_extract(again(target, tmp_path / "first", tmp_path / "copy", output_indices=[1, 5]))
+    run_extract(again(target, tmp_path / "first", tmp_path / "new", output_indices=[0, 3], engine=engine))
+    split_fraction(tmp_path / "copy", tmp_path / "parts", 0.5)
+    merge(tmp_path / "merged", [tmp_path / "parts/part-00000", tmp_path / "parts/part-00001"], True)
+    for name in ("first", "copy", "new", "merged"):
+        reader = StoreReader(tmp_path / name)
+        assert {sample.id: sample.source for sample in reader.samples} == expected
+        assert all(reader.read(place).source == sample.source for place, sample in enumerate(reader.samples))
+        assert verify(tmp_path / name, deep=True) == []
 
 
 @pytest.mark.parametrize("engine", ["transformers", "streamed"])

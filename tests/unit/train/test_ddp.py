@@ -49,6 +49,21 @@ CASES: dict[str, tuple[list[tuple[int, Span]], dict[str, object], dict[str, obje
         {"max_steps": 8, "accumulate": 3, "save_every": 5, "keep_checkpoints": 9},
         {"accumulate": 6},
     ),
+    "muon": (
+        MIXED * 2,
+        {"max_steps": 6, "optim": {"name": "muon", "learning_rate": 1e-3, "schedule": "constant"}},
+        {"batch_size": 2},
+    ),
+    "ended_early": (
+        MIXED * 2,
+        {"max_steps": 9, "eval_every": 1, "eval_fraction": 0.3, "early_stopping": {"patience": 2, "min_delta": 9.0}},
+        {"batch_size": 2},
+    ),
+    "noisy": (
+        MIXED * 2,
+        {"max_steps": 8, "accumulate": 2, "batch_tokens": 20, "ttt": {"steps": 3, "hidden_noise": 0.3}},
+        {"accumulate": 4},
+    ),
     "held_out": (MIXED * 2, {"max_steps": 30, "eval_fraction": 0.3, "eval_every": 10}, {"batch_size": 2}),
 }
 
@@ -110,11 +125,16 @@ def assert_same_steps(many: list[Record], one: list[Record]) -> None:
     assert len(many) == len(one)
     for mine, theirs in zip(many, one, strict=True):
         assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
-        if mine["kind"] != "skip":
+        if mine["kind"] not in ("skip", "early_stop"):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["step_accuracy"] == theirs["step_accuracy"]
-        for name in ("acceptance_length", "acceptance_rate", "lr"):
+        for name in ("acceptance_length", "acceptance_rate", "acceptance_by_depth", "acceptance_by_source", "lr"):
             assert mine.get(name) == theirs.get(name)
+
+
+def test_two_ranks_end_early_after_the_same_step(folder: Path) -> None:
+    two, _ = both(folder, "ended_early")
+    assert (two[-1]["kind"], two[-1]["step"]) == ("early_stop", 3)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -103,10 +103,10 @@ def test_an_evaluation_takes_about_what_is_said(
         model = DraftModel(KIMI).bfloat16()
     count.know([*model.parameters(), *tensors_of(batch)])
     with torch.no_grad(), count:
-        for output in islice(unroll(model, batch, plan.to(torch.device("meta"))), 3):
+        for output in islice(unroll(model, batch, plan.to(torch.device("meta"))), 7):
             model.logits(output).argmax(-1)
     said = unrolled_bytes(
-        Run(KIMI, TTTSettings(), Types()), [(tokens // documents, supervised // documents)] * documents
+        Run(KIMI, TTTSettings(), Types()), [(tokens // documents, supervised // documents)] * documents, 7
     )
     found = count.peak + batch.aux.nbytes
     assert found < said < (1.35 if documents == 2 else 2) * found

@@ -308,6 +308,24 @@ def test_bf16_resumes_exactly_too(store: Path, tmp_path: Path, monkeypatch: pyte
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_noise_resumes_exactly_and_evaluations_have_none(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"ttt": {"steps": 3, "hidden_noise": 0.3}}
+    for steps in (3, 5):
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            stop_after(steps, patch)
+            run_training(config_for(store, tmp_path / "run", **settings))
+    run_training(config_for(store, tmp_path / "run", **settings))
+    run_training(config_for(store, tmp_path / "whole", **settings))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    run_training(config_for(store, tmp_path / "plain", max_steps=1))
+    run_training(config_for(store, tmp_path / "noisy", max_steps=1, **settings))
+    plain, noisy = (read_log(tmp_path / name / "log.jsonl") for name in ("plain", "noisy"))
+    assert noisy[0] == plain[0] and noisy[0]["kind"] == "eval", "before the first step"
+    assert noisy[1]["loss"] != plain[1]["loss"]
+
+
 @pytest.mark.parametrize("moments", ["bfloat16", "float8"])
 def test_rounded_moments_resume_exactly_and_keep_their_types(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
