@@ -23,13 +23,12 @@ from eagle3.files import read_json
 from eagle3.train import signals
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.signals import STOP_SIGNALS, StopRequest
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.rings import ring_config, ring_plan, ring_samples, write_ring
 from tests.stores import train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def config_for(folder: Path, run: str, **values: object) -> TrainConfig:
@@ -63,7 +62,7 @@ def stopped_at(config: TrainConfig, numbers: dict[int, int]) -> int:
 
 
 def log(run: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(run / "log.jsonl")]
+    return [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(run / "log.jsonl")]
 
 
 def assert_same_end(run: Path, whole: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from eagle3.config import TrackingSection
 from eagle3.errors import ProblemsError
-from eagle3.train.tracking import Tracker, check_tracking, read_log
+from eagle3.train.curves import check_tracking
+from eagle3.train.tracking import Tracker, read_log
 
 OFF = TrackingSection()
 
