@@ -157,13 +157,16 @@ class WandbCurves:
 
 
 class TensorBoardCurves:
-    """See `Curves`. Event files of earlier starts stay; the new one begins by declaring them void from step 0 on."""
+    """See `Curves`. The event file of an earlier start goes, for the new one has all that it had of this run; a
+    TensorBoard that has read it already is told that nothing of it counts, from step 0 on."""
 
     name = "TensorBoard"
 
     def __init__(self, run: Path, facts: Facts) -> None:
         self._tracker = TensorBoardTracker(TENSORBOARD_FOLDER, run, purge_step=0)
         with explained_os_errors(run / TENSORBOARD_FOLDER):
+            for path in (run / TENSORBOARD_FOLDER).glob("events.out.tfevents.*"):
+                path.unlink()
             self._tracker.start()
             self._tracker.log({name: _text(values) for name, values in vars(facts).items()}, step=0)
 
