@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle3.config import TargetConfig, TrainConfig
 from eagle3.data.chat import load_tokenizer, tokenizer_digest
+from eagle3.data.store import StoreReader
 from eagle3.data.store_format import load_manifest
 from eagle3.data.store_inspect import printable, recorded_target
 from eagle3.draft.ttt import TTTLoss
@@ -30,18 +31,20 @@ Row = dict[str, Any]
 
 
 class SampleTable:
-    """Shows the same held-out samples each time; only the main process needs one.
+    """Shows the same held-out samples each time; without any, as on processes that do not log, nothing.
 
     Attributes:
         notes: what a user should know, a line each.
     """
 
-    def __init__(self, config: TrainConfig, samples: SampleSet) -> None:
-        count = min(config.tracking.samples, len(samples.indices))
-        places = [number * len(samples.indices) // count for number in range(count)]
-        self._samples, self._indices = samples, [samples.indices[place] for place in places]
+    def __init__(self, config: TrainConfig, samples: SampleSet | None) -> None:
+        count = 0 if samples is None else min(config.tracking.samples, len(samples.indices))
         self.notes: list[str] = []
-        self._decode = self._find_decoder(config) if count else _spell_ids
+        self._samples = samples if count else None
+        if self._samples is not None:
+            given = self._samples.indices
+            self._indices = [given[number * len(given) // count] for number in range(count)]
+            self._decode = self._find_decoder(config, self._samples.reader)
 
     def rows(self, module: TTTLoss, ranks: Ranks) -> list[Row]:
         """One of each sample that has a round.
@@ -49,6 +52,8 @@ class SampleTable:
         Args:
             module: with whole parameters.
         """
+        if self._samples is None:
+            return []
         steps, found = min(ACCEPTANCE_STEPS, module.ttt.steps), []
         groups = [[index] for index in self._indices]
         with self._samples.reader.ahead(groups) as done, ranks.autocast():
@@ -71,9 +76,8 @@ class SampleTable:
         texts = {"prompt_text": decode(shown.prompt), "answer_text": answer, "round_texts": lines}
         return {**shown.to_dict(), **texts, "acceptance_length": round(shown.length, 4)}
 
-    def _find_decoder(self, config: TrainConfig) -> Decode:
-        contract = self._samples.reader.contract
-        recorded = recorded_target(load_manifest(self._samples.reader.folder))
+    def _find_decoder(self, config: TrainConfig, reader: StoreReader) -> Decode:
+        contract, recorded = reader.contract, recorded_target(load_manifest(reader.folder))
         try:
             target = config.target or TargetConfig(path=recorded or contract.target_name)
             folder = find_target(target, weights=False, download=False).folder

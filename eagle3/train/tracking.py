@@ -66,7 +66,9 @@ class Tracker:
         self._draw(record)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Appends the sample table of an evaluation."""
+        """Appends the sample table of an evaluation, if it has rows."""
+        if not rows:
+            return
         _append(self._run / SAMPLES_FILE, {"kind": "samples", "step": step, "samples": list(rows)})
         write_text_atomic(self._run / SHOWN_FILE, render(step, rows))
         self._show(step, rows)

@@ -122,13 +122,10 @@ class Trainer:
         self.tracker: Tracker | None = None
         peak, self.notes = peak_of(config, accelerator.device)
         self.meter = Meter(self.feed, cost, self.engine, peak)
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        self.watch = Watch(rank, ranks, config.tracking.stall_seconds, own_store())
+        self.watch = Watch(self.engine, config.tracking.stall_seconds, own_store())
         self.engine.waiting = partial(self.watch.doing, WAITING)
-        self.table: SampleTable | None = None
-        if accelerator.is_main_process and self.samples.heldout is not None:
-            self.table = SampleTable(config, self.samples.heldout)
-            self.notes += self.table.notes
+        self.table = SampleTable(config, self.samples.heldout if accelerator.is_main_process else None)
+        self.notes += self.table.notes
         self.stop, self.stopping = StopRequest(), False
         self.saver = Saver(self.run, config.keep_checkpoints, self.engine.copies)
 
@@ -150,10 +147,7 @@ class Trainer:
         lines = []
         if self.stopping:
             self._log("stop", signal=self.stop.name)
-            lines.append(
-                f"stopped by {self.stop.name or 'a signal to another process'} after step {self.state.step} of "
-                f"{self.total_steps}, which is saved: the same command goes on from there"
-            )
+            lines.append(self.stop.note(self.state.step, self.total_steps))
         self.tracker.close()
         if trained:
             lines += filter(None, [self.feed.note(*self.meter.in_all()), self.saver.note(), *self.tracker.lost])
@@ -249,9 +243,9 @@ class Trainer:
             return False
         with self.watch.doing(EVALUATING), self.engine.whole():
             found = evaluate(self.module, self.head, self.samples.heldout, self.config.heldout_rows, self.engine)
-            rows = self.table.rows(self.module, self.engine) if self.table is not None else []
+            rows = self.table.rows(self.module, self.engine)
         self._log("eval", **asdict(found))
-        if self.tracker is not None and rows:
+        if self.tracker is not None:
             self.tracker.samples(self.state.step, rows)
         best = Best(checkpoint_name(self.state.step), found.acceptance_length, found.loss)
         if self.state.step == 0 or (self.state.best is not None and best.rank <= self.state.best.rank):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from eagle3.train.engines.base import Ranks
 from eagle3.train.pulse import Heard, Place, Pulse
 
 READING, COMPUTING, WAITING = "reading data", "computing", "waiting for the other ranks"
@@ -39,14 +40,14 @@ class Watch:
         step: the one at work, from 1.
     """
 
-    def __init__(self, rank: int, ranks: int, stall_seconds: float, store: Any = None) -> None:
-        self._rank, self._ranks, self._least = rank, ranks, stall_seconds
+    def __init__(self, ranks: Ranks, stall_seconds: float, store: Any = None) -> None:
+        self._rank, self._ranks, self._least = ranks.process_index, ranks.num_processes, stall_seconds
         self._period = min(stall_seconds / 8, _LONGEST_PERIOD)
         self._stack: list[tuple[str, float]] = []
         self._usual: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._pulse = None if store is None else Pulse(rank, store, self._place, self._period)
+        self._pulse = None if store is None else Pulse(self._rank, store, self._place, self._period)
         self.step = 0
 
     @contextmanager

@@ -151,7 +151,7 @@ def test_a_run_that_is_stopped_again_and_again_is_the_one_that_nobody_stopped(
     config = config_for(tmp_path, "run", epochs=3)
     for step, number in ((2, signal.SIGTERM), (3, signal.SIGINT), (8, signal.SIGUSR1)):
         assert stopped_at(config, {step: number}) == step
-        record = read_log(tmp_path / "run" / "log.jsonl")[-1]
+        record = log(tmp_path / "run")[-1]
         assert record == {"kind": "stop", "step": step, "signal": signal.Signals(number).name}
         assert f"stopped by {signal.Signals(number).name} after step {step} of 18" in capsys.readouterr().err
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers

@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from eagle3.train.pulse import Heard, Place, Pulse
 from eagle3.train.trainer import run_training
 from eagle3.train.watch import COMPUTING, READING, SAVING, WAITING, Watch, explain
 from tests.stores import train_config, write_random_store
+
+
+def ranks(index: int, count: int) -> Any:
+    return SimpleNamespace(process_index=index, num_processes=count)
 
 
 def heard(rank: int, step: int, doing: str, silent: float = 0.0) -> Heard:
@@ -60,7 +65,7 @@ def test_a_single_process_that_reads_for_long_says_so(
 
 
 def test_what_always_takes_long_is_no_stall(capsys: pytest.CaptureFixture[str]) -> None:
-    with Watch(0, 1, 0.1) as watch:
+    with Watch(ranks(0, 1), 0.1) as watch:
         with watch.doing(COMPUTING):  # the first time ten times as long is nothing yet: kernels are compiled
             time.sleep(0.5)
         for _ in range(3):
@@ -74,7 +79,7 @@ def test_a_watch_that_fails_says_so_and_training_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watch, "_limit", lambda *_: 1 / 0)
-    with Watch(0, 1, 0.1) as watch, watch.doing(READING):
+    with Watch(ranks(0, 1), 0.1) as watch, watch.doing(READING):
         time.sleep(0.2)
     said = capsys.readouterr().err
     assert "the watch over stalls ended, training goes on without: ZeroDivisionError" in said
@@ -106,7 +111,7 @@ def test_a_store_that_does_not_answer_is_said_and_holds_nobody_up(
     fails: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Store()
-    with Watch(1, 2, 0.2, store) as watch:
+    with Watch(ranks(1, 2), 0.2, store) as watch:
         with watch.doing(COMPUTING):
             time.sleep(0.1)
         store.hangs.set()
@@ -125,7 +130,7 @@ def test_only_the_first_living_rank_speaks(capsys: pytest.CaptureFixture[str]) -
     store = Store()
     first = Pulse(0, store, partial(Place, 3, READING, False, 1.0), 0.02)
     first.start()
-    with Watch(1, 2, 0.2, store) as watch:
+    with Watch(ranks(1, 2), 0.2, store) as watch:
         with watch.doing(COMPUTING):
             time.sleep(0.05)
         with watch.doing(COMPUTING):
