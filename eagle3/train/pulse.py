@@ -7,6 +7,7 @@ connection of its own and in a thread that nobody waits for; so nothing that fai
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -109,10 +110,17 @@ class Pulse:
 
 
 def own_store() -> Any:
-    """This process's own connection to the store by which the processes found each other; None of a single process."""
+    """This process's own connection to the store by which the processes found each other; None of a single process, and
+    where there is no such store, which is said."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    shared: Any = dist.distributed_c10d._get_default_store()
-    store = shared.clone()
-    store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+    try:
+        shared: Any = dist.distributed_c10d._get_default_store()
+        store = shared.clone()
+        store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+    except Exception as error:  # noqa: BLE001 (the watch must not keep a run from training)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            reason = f"{type(error).__name__}: {error}"
+            print(f"note: in a stall each rank will know of itself only: {reason}", file=sys.stderr)
+        return None
     return store

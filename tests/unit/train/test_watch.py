@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from eagle3.data.loader import Ahead
-from eagle3.train.pulse import Heard, Place, Pulse
+from eagle3.train import pulse
+from eagle3.train.pulse import Heard, Place, Pulse, own_store
 from eagle3.train.trainer import run_training
 from eagle3.train.watch import COMPUTING, READING, SAVING, WAITING, Watch, explain
 from tests.stores import train_config, write_random_store
@@ -137,3 +138,17 @@ def test_only_the_first_living_rank_speaks(capsys: pytest.CaptureFixture[str]) -
             time.sleep(1.5)
     first.close()
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_store_each_rank_speaks_for_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse.dist, "is_initialized", lambda: True)
+    store = own_store()
+    assert store is None and "note: in a stall each rank will know of itself only: " in capsys.readouterr().err
+    with Watch(ranks(1, 2), 0.1, store) as watch:
+        with watch.doing(COMPUTING):
+            pass
+        with watch.doing(READING), watch.doing(WAITING):
+            time.sleep(1.5)
+    assert "stalled: rank 1 has been reading data for 1 s" in capsys.readouterr().err
