@@ -237,6 +237,7 @@ def test_an_upload_that_takes_too_long_says_how_to_send_the_rest(tmp_path: Path,
 
 
 def test_an_event_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     PartialState(cpu=True)
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(ValueError, match=r"disk\.not_a_folder"):
