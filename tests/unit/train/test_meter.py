@@ -65,11 +65,11 @@ def test_a_record_has_what_one_wants_to_watch(tmp_path: Path) -> None:
 def test_waiting_for_data_is_said_once_with_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = write_random_store(tmp_path / "store", [(8, (2, 8))] * 12)
+    store = write_random_store(tmp_path / "store", [(8, (2, 8))] * 8)
     take = Ahead.take
 
     def slow(self: Ahead) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.2)
         return take(self)
 
     monkeypatch.setattr(Ahead, "take", slow)

@@ -22,7 +22,15 @@ from eagle3.train import sample_table
 from eagle3.train.sample_table import COLUMNS, columns, render
 from eagle3.train.tracking import read_log
 from eagle3.train.trainer import run_training
-from tests.stores import HIDDEN, TARGET_CONFIG, VOCAB, random_contract, train_config, write_random_store
+from tests.stores import (
+    HIDDEN,
+    TARGET_CONFIG,
+    VOCAB,
+    random_contract,
+    random_sample,
+    train_config,
+    write_random_store,
+)
 
 
 def config_for(folder: Path, **values: object) -> TrainConfig:
@@ -139,3 +147,12 @@ def test_marks_in_a_text_are_left_alone() -> None:
         "## s: 1.50 tokens a round", "", "    prompt ends:", "    # a", "    <b>", "    ", "    answer:", "    x⟦y⟧z",
         "    ", "    rounds:", "      1 1 accepted: ⟦y ⟧z, not 'q'",
     ]  # fmt: skip
+
+
+def test_what_was_missed_is_the_draft_after_the_accepted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = torch.full((2, 1, 6), -1)
+    drafts[:, 0, 0], drafts[:, 0, 2] = torch.tensor([2, 7]), torch.tensor([4, 5])
+    monkeypatch.setattr(module, "draft_tokens", lambda *_: drafts)
+    sample = replace(random_sample("s", 6, (1, 6), 0), input_ids=torch.tensor([9, 1, 2, 3, 4, 5], dtype=torch.int32))
+    found = module.show(torch.nn.Linear(1, 1), sample, None, 2, 16)  # type: ignore[arg-type]
+    assert found == Shown("s", [9], 1, [Round([2], 7, 3), Round([4, 5], None, None)])

@@ -118,7 +118,7 @@ def test_a_store_that_does_not_answer_is_said_and_holds_nobody_up(
         store.hangs.set()
         store.fails = fails
         with watch.doing(COMPUTING):
-            time.sleep(2)
+            time.sleep(1.5)
         begin = time.monotonic()
     assert time.monotonic() - begin < 1
     said = capsys.readouterr().err

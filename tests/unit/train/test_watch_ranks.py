@@ -46,7 +46,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_other(said: tuple[str, list[Reco
     text, records = said
     for speaker, silent in ((0, 1), (1, 0)):
         told = rf"stalled: rank {speaker} has been computing for \d s in step \d+, usually 0\.\d s"
-        words = rf"{told}; no sign of life from rank {silent} for [1-9]"
+        words = rf"{told}; no sign of life from rank {silent} for \d"
         assert re.search(words, text), text
         assert f"training goes on: rank {speaker} was computing for" in text
         assert f"rank {silent} itself stood still for" in text
