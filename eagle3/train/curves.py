@@ -172,7 +172,7 @@ class TensorBoardCurves:
 
     def record(self, record: Record) -> None:
         values = {name: value for name, value in flat(record).items() if isinstance(value, int | float)}
-        self._tracker.log(values, step=record["step"], walltime=record.get("time"))
+        self._tracker.log(values, step=record["step"])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         self._tracker.log({"samples": render(step, rows)}, step=step)

@@ -6,6 +6,7 @@ speaks. A process that was stopped as a whole (SIGSTOP, a machine that froze) is
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import threading
@@ -93,8 +94,7 @@ class Watch:
             gap, last = now - last - self._period, now
             top = stack[0] if stack else None
             if top != current:
-                if current is not None and said:
-                    _say(f"training goes on: rank {self._rank} was {current[0]} for {now - current[1]:.0f} s")
+                self._end(current, said)
                 current, paused, said = top, 0.0, 0.0
             if top is None:
                 continue
@@ -112,9 +112,20 @@ class Watch:
                 about = f"{top[0]} for {elapsed:.0f} s in step {self.step}{self._usually(top[0])}"
                 _say(f"stalled: rank {self._rank} has been {about}; {self._explain(heard)}")
 
+        if self._stack[:1] != [current]:
+            self._end(current, said)
+
+    def _end(self, stalled: tuple[str, float] | None, said: float) -> None:
+        """What a stall was, if it was said, is over."""
+        if stalled is not None and said:
+            _say(f"training goes on: rank {self._rank} was {stalled[0]} for {time.monotonic() - stalled[1]:.0f} s")
+
     def _usually(self, what: str) -> str:
         usual = list(self._usual[what])
-        return f", usually {statistics.median(usual):.1f} s" if usual else ""
+        if not usual:
+            return ""
+        median = statistics.median(usual)
+        return f", usually {median:.1f} s" if median >= 1 else f", usually {1000 * median:.0f} ms"
 
     def _limit(self, what: str) -> float:
         usual = list(self._usual[what])
@@ -124,8 +135,10 @@ class Watch:
         """What is heard of the other ranks; None where one before this is alive, which then speaks."""
         if self._pulse is None:
             return []
+        if self._unanswered:  # nobody knows who else speaks: one of a machine does
+            return [] if self._rank <= 1 or os.environ.get("LOCAL_RANK", "0") == "0" else None
         before = self._pulse.listen(range(self._rank))
-        if any(item.silent <= self._patience for item in before) and not self._unanswered:
+        if any(item.silent <= self._patience for item in before):
             return None
         return self._pulse.listen(rank for rank in range(self._ranks) if rank != self._rank)
 

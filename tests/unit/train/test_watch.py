@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from functools import partial
@@ -58,22 +59,21 @@ def test_a_single_process_that_reads_for_long_says_so(
     monkeypatch.setattr(Ahead, "take", slow)
     run_training(train_config(store, tmp_path / "run", tracking={"stall_seconds": 0.3}))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("stalled", "training goes on"))]
-    assert said[0].startswith(
-        "stalled: rank 0 has been reading data for 0 s in step 5, usually 0.0 s; there are no others"
-    )
+    words = r"stalled: rank 0 has been reading data for \d s in step 5, usually \d+ ms; there are no others"
+    assert re.match(words, said[0]), said
     assert said[-1] == "training goes on: rank 0 was reading data for 1 s"
     assert 2 <= len(said) <= 3, "again after twice the time only"
 
 
 def test_what_always_takes_long_is_no_stall(capsys: pytest.CaptureFixture[str]) -> None:
-    with Watch(ranks(0, 1), 0.1) as watch:
+    with Watch(ranks(0, 1), 0.2) as watch:
         with watch.doing(COMPUTING):  # the first time ten times as long is nothing yet: kernels are compiled
-            time.sleep(0.5)
-        for _ in range(3):
+            time.sleep(0.6)
+        for _ in range(2):
             with watch.doing(COMPUTING), watch.doing(WAITING):
-                time.sleep(0.2)
+                time.sleep(0.4)
         time.sleep(0.5)
-    assert capsys.readouterr().err == ""
+    assert "stalled" not in capsys.readouterr().err
 
 
 def test_a_watch_that_fails_says_so_and_training_goes_on(
@@ -131,13 +131,13 @@ def test_only_the_first_living_rank_speaks(capsys: pytest.CaptureFixture[str]) -
     store = Store()
     first = Pulse(0, store, partial(Place, 3, READING, False, 1.0), 0.02)
     first.start()
-    with Watch(ranks(1, 2), 0.2, store) as watch:
+    with Watch(ranks(1, 2), 0.8, store) as watch:
         with watch.doing(COMPUTING):
-            time.sleep(0.05)
+            time.sleep(0.02)
         with watch.doing(COMPUTING):
             time.sleep(1.5)
     first.close()
-    assert capsys.readouterr().err == ""
+    assert "stalled" not in capsys.readouterr().err
 
 
 def test_without_a_store_each_rank_speaks_for_itself(
