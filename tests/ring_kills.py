@@ -31,7 +31,7 @@ from eagle3.data.ring_windows import RingWindows
 from eagle3.data.store import StoredSample
 from eagle3.data.store_format import shard_files
 from eagle3.train.checkpoint import list_checkpoints
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import run_training
 from tests.children import in_a_child
 from tests.kills import Deadly, quietly, run_cases
@@ -43,7 +43,6 @@ CALLS_OF_A_SHARD, SECONDS_OF_A_SHARD = 40, 0.02
 """About as many as either side takes, so that kills come at any time of its work."""
 
 MOST_SECONDS = 60
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 POLL_SECONDS = 0.002
 
 
@@ -137,7 +136,7 @@ def shard_bytes(ring: Path) -> int:
 
 def outcome(run: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """A run's log, but for times, and its weights."""
-    log = [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(run / "log.jsonl")]
+    log = [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(run / "log.jsonl")]
     return log, load_file(list_checkpoints(run)[-1] / "draft.safetensors")
 
 

@@ -31,7 +31,7 @@ from eagle3.config import TrainConfig
 from eagle3.errors import EXIT_STOPPED
 from eagle3.files import read_json
 from eagle3.train.checkpoint import list_checkpoints, load_checkpoint
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.children import in_a_child
 from tests.kills import Deadly, quietly, run_cases
@@ -43,7 +43,6 @@ CALLS, SECONDS = 250, 1.5
 """About as many as a run takes, so that it is disturbed at any time of its work."""
 
 MOST_SECONDS, GRACE_SECONDS = 120, 0.3
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 POLL_SECONDS = 0.002
 
 
@@ -205,7 +204,7 @@ def run_to_its_end(case: Case, folder: Path, chance: random.Random | None) -> Co
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[int, list[str]], Any]:
     """Log but for times, weights and moments, samples of each step, state."""
     run = folder / "run"
-    log = [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(run / "log.jsonl")]
+    log = [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(run / "log.jsonl")]
     newest = list_checkpoints(run)[-1]
     tensors = {f"{name} {key}": value for name in ("draft", "optimizer")
                for key, value in load_file(newest / f"{name}.safetensors").items()}  # fmt: skip

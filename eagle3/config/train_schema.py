@@ -185,12 +185,20 @@ class TrackingSection(Section):
 
     wandb: Annotated[Literal["off", "offline", "online"], _word("off")] = "off"
     """Weights & Biases mode."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files into the run folder."""
     project: str = "eagle3"
     """Weights & Biases project."""
     run_name: str | None = None
     """Weights & Biases run name; default: the run folder's name."""
     log_every: PositiveInt = 10
     """Optimiser steps between log lines."""
+    samples: Annotated[int, Field(ge=0, le=64)] = 4
+    """Held-out samples whose drafts each evaluation shows; 0: none."""
+    peak_tflops: PositiveFloat | None = None
+    """A card's peak in TFLOP/s, for `mfu`; default: known for common cards, see docs/watching.md."""
+    stall_seconds: PositiveFloat = 60.0
+    """Say what a step waits for once it takes so many seconds, and ten times as long as usual."""
 
 
 class TrainConfig(Section):

@@ -122,7 +122,7 @@ def sample_parts(
         fix = f"give one of its {len(ids):,} samples, e.g. {ids[0]}"
         raise problem_error(str(folder), "inspect.no_sample", f"holds no sample {sample_id!r}", fix)
     index = 0 if sample_id is None else ids.index(sample_id)
-    path = target or _recorded_target(load_manifest(reader.folder)) or reader.contract.target_name
+    path = target or recorded_target(load_manifest(reader.folder)) or reader.contract.target_name
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if (digest := tokenizer_digest(tokenizer)) != reader.contract.tokenizer_digest:
         message = f"its tokenizer is {digest}, the store's ids are of {reader.contract.tokenizer_digest}"
@@ -130,7 +130,7 @@ def sample_parts(
     tokens, mask = (tensor.tolist() for tensor in reader.read_tokens(index))
     runs = groupby(zip(tokens, mask, strict=True), key=lambda item: item[1])
     return ids[index], [
-        (_printable(str(tokenizer.decode([token for token, _ in run]))), supervised) for supervised, run in runs
+        (printable(str(tokenizer.decode([token for token, _ in run]))), supervised) for supervised, run in runs
     ]
 
 
@@ -144,7 +144,7 @@ def marked(parts: Sequence[Part]) -> str:
     return "".join(f"{{+{text}+}}" if supervised else text for text, supervised in parts)
 
 
-def _recorded_target(manifest: Manifest) -> str | None:
+def recorded_target(manifest: Manifest) -> str | None:
     """The target's path in the config that extraction recorded."""
     config = manifest.provenance.get("config")
     target = config.get("target") if isinstance(config, dict) else None
@@ -181,7 +181,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text whose control characters are spelled out, but for line ends and tabs."""
     return "".join(
         character if character in "\n\t" or unicodedata.category(character)[0] != "C" else f"\\u{ord(character):04x}"

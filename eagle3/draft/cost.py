@@ -15,14 +15,31 @@ Legend: T tokens, L supervised ones, K TTT steps, q the width of all queries, p 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle3.draft.config import DraftConfig, TTTSettings
 
 _FORWARD, _MATRIX, _ROW = 2, 2, 2
 """Operations a parameter and row: the product, the matrix's gradient, the row's gradient."""
-_ATTENDED = 14
-"""Operations a key and element of the query: forward scores and values (4), backward with the scores made anew (10)."""
+_ATTENDED, _NEEDED = 14, 12
+"""Operations a key and element of the query: forward scores and values (4), backward with the scores made anew (10);
+and without making them anew, which saves memory and is no part of the model."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much some samples are.
+
+    Attributes:
+        tokens: T, over all samples.
+        supervised: L, likewise.
+        keys: the step-0 keys that all their chains attend to: L * T / 2 of each sample, added up.
+    """
+
+    tokens: int
+    supervised: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -59,3 +76,14 @@ class Cost:
     def sample(self, tokens: int, supervised: int) -> int:
         """Of a document of T tokens with L supervised ones, which are taken to be spread evenly over it."""
         return tokens * self.token + supervised * (self.chain + self.attended * tokens // 2)
+
+    def needed(self, work: Work, rows: Sequence[float]) -> float:
+        """Of a step on these samples, as its loss needs it: an answer's last chains live shorter, and nothing is made
+        anew.
+
+        Args:
+            rows: [K] chains at each TTT step, over all samples.
+        """
+        lived = sum(rows) / len(rows)
+        attended = work.keys * self.attended * _NEEDED / _ATTENDED * lived / max(work.supervised, 1)
+        return work.tokens * self.token + lived * self.chain + attended

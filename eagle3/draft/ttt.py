@@ -215,17 +215,25 @@ def unroll(model: DraftModel, batch: DraftBatch, plan: ChainPlan) -> Iterator[to
         hidden = model.handed_on(output)
 
 
-@torch.no_grad()
 def draft_matches(model: DraftModel, batch: DraftBatch, vocab: DraftVocab, steps: int) -> torch.Tensor:
     """bool [K, B, T]: the greedy draft at step k of chain i is token i + 2 + k, reading the batch's own tokens.
 
     Chains that serving does not start are false. Up to its first false, a chain is what serving drafts there.
     """
+    drafts, ids = draft_tokens(model, batch, vocab, steps).flatten(1), batch.input_ids.flatten()
+    matches = torch.zeros_like(drafts, dtype=torch.bool)
+    for k in range(steps):
+        matches[k, : -2 - k] = drafts[k, : -2 - k] == ids[2 + k :]
+    return matches.view(steps, *batch.input_ids.shape)
+
+
+@torch.no_grad()
+def draft_tokens(model: DraftModel, batch: DraftBatch, vocab: DraftVocab, steps: int) -> torch.Tensor:
+    """int64 [K, B, T]: the greedy draft at step k of chain i, reading the batch's own tokens; -1 where none is."""
     plan = plan_chains(batch.loss_mask, batch.document_ids, steps, "served")
-    ids = batch.input_ids.flatten()
-    matches = torch.zeros(steps, ids.numel(), dtype=torch.bool, device=ids.device)
+    shape = (steps, *batch.input_ids.shape)
+    drafts = torch.full((steps, batch.input_ids.numel()), -1, device=batch.input_ids.device)
     if plan.document_sources:
         for k, (rows, output) in enumerate(zip(plan.steps, unroll(model, batch, plan), strict=True)):
-            chains = plan.sources[rows.sources]
-            matches[k, chains] = vocab.to_target(model.logits(output).argmax(-1)) == ids[chains + 2 + k]
-    return matches.view(steps, *batch.input_ids.shape)
+            drafts[k, plan.sources[rows.sources]] = vocab.to_target(model.logits(output).argmax(-1))
+    return drafts.view(shape)

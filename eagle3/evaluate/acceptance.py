@@ -140,20 +140,26 @@ def walk(matches: Tensor, spans: Sequence[Span], steps: int) -> Walk:
         spans: answers, half-open; the first token of each is known before its first round.
         steps: drafts a round.
     """
-    leading = matches[:steps].long().cumprod(0).sum(0).tolist()
     histogram, reached = [0] * (steps + 1), [0] * steps
     committed = 0
+    for _, accepted, commit in rounds(matches, spans, steps):
+        histogram[accepted] += 1
+        committed += commit
+        for depth in range(min(commit, steps)):
+            reached[depth] += 1
+    return Walk(tuple(histogram), committed, tuple(reached))
+
+
+def rounds(matches: Tensor, spans: Sequence[Span], steps: int) -> Iterator[tuple[int, int, int]]:
+    """(last committed token's place, accepted drafts, tokens committed) of each serving round; see `walk`."""
+    leading = matches[:steps].long().cumprod(0).sum(0).tolist()
     for begin, end in spans:
         last = max(begin, 1)  # token 0 has no state before it, so no chain can draft after it
         while (left := end - 1 - last) > 0:
             accepted = min(leading[last - 1], left)
-            histogram[accepted] += 1
-            for depth in range(min(leading[last - 1] + 1, left, steps)):
-                reached[depth] += 1
             commit = min(accepted + 1, left)
-            committed += commit
+            yield last, accepted, commit
             last += commit
-    return Walk(tuple(histogram), committed, tuple(reached))
 
 
 def add_walks(walks: Sequence[Walk], steps: int) -> Walk:

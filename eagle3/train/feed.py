@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from eagle3.data.loader import Begun, begin_windows
 from eagle3.data.store import StoreReader
 from eagle3.data.store_layout import StoreLayout
 from eagle3.draft.config import TTTSettings
+from eagle3.draft.cost import Work
+from eagle3.files import is_url
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.fingerprint_file import Fingerprint
 
@@ -92,6 +94,10 @@ class Feed(Protocol):
         """Tokens of all ranks."""
         ...
 
+    def work(self, window: Window) -> Work:
+        """What all ranks have to do."""
+        ...
+
     def ids(self, window: Window) -> list[str]:
         """Sample ids of all ranks."""
         ...
@@ -126,6 +132,18 @@ class Feed(Protocol):
         """
         ...
 
+    @property
+    def faster(self) -> str:
+        """What makes data come faster, in words."""
+        ...
+
+
+def work_of(samples: Iterable[tuple[int, int]]) -> Work:
+    """Of samples with so many tokens and supervised ones."""
+    pairs = list(samples)
+    keys = sum(tokens * supervised // 2 for tokens, supervised in pairs)
+    return Work(sum(tokens for tokens, _ in pairs), sum(supervised for _, supervised in pairs), keys)
+
 
 class StoreFeed:
     """Windows of a store; see `Feed`.
@@ -135,13 +153,16 @@ class StoreFeed:
         indices: the plan's sample i is sample `indices[i]` of the store.
         plan: order and division of the samples.
         epochs: passes over them.
+        supervised: tokens of each of the plan's samples, within its length.
     """
 
     releases = False
 
-    def __init__(self, reader: StoreReader, indices: Sequence[int], plan: BatchPlan, epochs: int) -> None:
+    def __init__(
+        self, reader: StoreReader, indices: Sequence[int], plan: BatchPlan, epochs: int, supervised: Sequence[int] = ()
+    ) -> None:
         self._reader, self._indices, self._plan = reader, indices, plan
-        self._epochs = epochs
+        self._epochs, self._supervised = epochs, supervised
 
     @property
     def epoch_steps(self) -> list[int]:
@@ -162,6 +183,9 @@ class StoreFeed:
     def tokens(self, window: Window) -> int:
         return sum(self._plan.lengths[place] for place in places_of(window))
 
+    def work(self, window: Window) -> Work:
+        return work_of((self._plan.lengths[place], self._supervised[place]) for place in places_of(window))
+
     def ids(self, window: Window) -> list[str]:
         return [self._reader.samples[self._indices[place]].id for place in places_of(window)]
 
@@ -181,4 +205,16 @@ class StoreFeed:
             f"note: training waited for data {share:.0%} of its time ({seconds:.0f} s): the store's disk, "
             "or the network before it, gives less than training takes; benchmarks/store.py measures it, see "
             "docs/training.md"
+        )
+
+    @property
+    def faster(self) -> str:
+        if is_url(self._reader.name):
+            return (
+                "raise cache.threads, let cache.max_bytes hold the whole store (later epochs are then read here), put "
+                "cache.folder on a faster local disk, or fetch the store first (eagle3 data pull)"
+            )
+        return (
+            f"copy {self._reader.name} to a faster or local disk, make a store of half as many bytes of it (eagle3 "
+            "extract --from with --dtype fp8), or give each process more cores, for eight threads read"
         )

@@ -33,11 +33,16 @@ class Interval:
         self.seconds += time.monotonic() - self._started
         self.tokens += tokens
 
-    def take(self) -> dict[str, float]:
-        """`tokens_per_second`, `seconds` and `data_wait` (a share) of the interval, which starts anew."""
-        share = self.waited / self.seconds
+    def take(self, waited: float | None = None) -> dict[str, float]:
+        """`tokens_per_second`, `seconds` and `data_wait` (a share) of the interval, which starts anew.
+
+        Args:
+            waited: seconds that were waited, if not this process's.
+        """
+        waited = self.waited if waited is None else waited
+        share = waited / self.seconds
         values = {"tokens_per_second": self.tokens / self.seconds, "seconds": self.seconds, "data_wait": share}
         self._all_seconds += self.seconds
-        self._all_waited += self.waited
+        self._all_waited += waited
         self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
         return values

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.train.checkpoint import TrainState, checkpoint_name, checkpoints_folder
-from eagle3.train.tracking import LOG_FILE, Record, read_log
+from eagle3.train.curves import Record
+from eagle3.train.tracking import LOG_FILE, read_log
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from eagle3.data.store import StoreReader
 from eagle3.data.store_format import SampleInfo, ShardInfo
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.config import TTTSettings
-from eagle3.draft.cost import Cost
+from eagle3.draft.cost import Cost, Work
 from eagle3.draft.planned import plan_batch
 from eagle3.errors import Problem, problem_error
 from eagle3.files import size_text
+from eagle3.train.feed import work_of
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,10 @@ class RingFeed:
     def tokens(self, window: Window) -> int:
         return sum(self._windows.sample(place).tokens for place in places_of(window))
 
+    def work(self, window: Window) -> Work:
+        samples = [self._windows.sample(place) for place in places_of(window)]
+        return work_of((sample.tokens, sample.supervised) for sample in samples)
+
     def ids(self, window: Window) -> list[str]:
         return [self._windows.sample(place).id for place in places_of(window)]
 
@@ -209,6 +214,13 @@ class RingFeed:
         return (
             f"{note}; the writer, since its last start, waited for room {waited / spent if spent else 0:.0%} of its "
             f"time ({waited:.0f} s)"
+        )
+
+    @property
+    def faster(self) -> str:
+        return (
+            "the ring's writer gives less than training takes, unless its own log says that it waits for room: extract "
+            "with more GPUs or a faster engine, make the ring larger (ring.max_bytes there), or extract a store first"
         )
 
     def _check_released(self, first: int, released: int, step: int) -> None:

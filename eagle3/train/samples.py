@@ -87,7 +87,8 @@ class SampleSet:
             costs=[cost.sample(info.tokens, info.supervised) for info in infos],
         )
         most = -(-(config.max_steps or config.epochs * plan.steps_per_epoch) // plan.steps_per_epoch)
-        return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most))
+        supervised = [info.supervised for info in infos]
+        return StoreFeed(self.reader, self.indices, plan, min(config.epochs, most), supervised)
 
     def windows(self, config: TrainConfig, world_size: int, cost: Cost) -> list[Window]:
         """See `TrainSamples`."""

@@ -49,6 +49,11 @@ class StopRequest:
         finally:
             self._put_back()
 
+    def note(self, step: int, total: int) -> str:
+        """What to say when training has stopped after this step."""
+        who = self.name or "a signal to another process"
+        return f"stopped by {who} after step {step} of {total}, which is saved: the same command goes on from there"
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Notes the signal; whatever runs goes on."""
         now = time.monotonic()

@@ -1,33 +1,34 @@
-"""Where metrics go: `log.jsonl` always, Weights & Biases if asked for.
+"""Where metrics go: `log.jsonl` always, and the trackers that are asked for (`eagle3.train.curves`).
 
 A line is one JSON object with `kind`: `train` (a step), `skip` (a step without a loss term), `eval` (held-out
 samples; step 0 is before training), `early_stop` (why the run ended before its last step) or `stop` (a signal). On
 resume the lines after the checkpoint's step are dropped, and that of the stop, so that the log of a resumed run reads
-like an uninterrupted one's.
+like an uninterrupted one's. `samples.jsonl` has the sample table of each evaluation in the same way, `samples.md` the
+newest one for people.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle3.config import TrackingSection
-from eagle3.errors import Problem, problem_error
+from eagle3.errors import problem_error
 from eagle3.files import explained_os_errors, write_text_atomic
+from eagle3.train.curves import KINDS, Curves, Facts, Record, open_curves
+from eagle3.train.sample_table import Row, render
 
 LOG_FILE = "log.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+SHOWN_FILE = "samples.md"
 
-Record = dict[str, Any]
-
-
-def check_tracking(tracking: TrackingSection) -> list[Problem]:
-    """Finds a tracker that is asked for and not installed."""
-    if tracking.wandb == "off" or importlib.util.find_spec("wandb") is not None:
-        return []
-    fix = "pip install 'eagle3[wandb]', or set tracking.wandb=off"
-    return [Problem("tracking.wandb", "tracking.wandb_missing", "wandb is not installed", fix)]
+_SPEED = ("tokens_per_second", "supervised_tokens_per_second", "seconds", "mfu", "memory_gib")
+TIMED = frozenset(("time", *_SPEED, "data_wait", "data_wait_rank", "save_seconds", "save_wait"))
+"""Fields that differ each time a step is taken; all others are functions of the step."""
 
 
 class Tracker:
@@ -35,27 +36,67 @@ class Tracker:
 
     Attributes:
         records: every record so far, those of before a resume included.
+        lost: what failed on the way, in words.
     """
 
-    def __init__(self, run: Path, tracking: TrackingSection, run_id: str, resumed_step: int | None) -> None:
-        self.path = run / LOG_FILE
-        before = [] if resumed_step is None else [r for r in read_log(self.path) if r["step"] <= resumed_step]
-        self.records = [record for record in before if record["kind"] != "stop"]
-        write_text_atomic(self.path, "".join(_line(record) for record in self.records))
-        self._wandb = None if tracking.wandb == "off" else _start_wandb(run, tracking, run_id)
+    def __init__(
+        self,
+        run: Path,
+        tracking: TrackingSection,
+        run_id: str,
+        resumed_step: int | None,
+        facts: Facts | None = None,
+    ) -> None:
+        self._run, self.path = run, run / LOG_FILE
+        self.records = [record for record in _kept(self.path, resumed_step) if record["kind"] != "stop"]
+        tables = _kept(run / SAMPLES_FILE, resumed_step)
+        _rewrite(self.path, self.records)
+        _rewrite(run / SAMPLES_FILE, tables)
+        self.lost: list[str] = []
+        self._curves = open_curves(run, tracking, run_id, facts or Facts())
+        for record in self.records:
+            self._draw(record)
+        for table in tables:
+            self._show(table["step"], table["samples"])
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Appends a record and flushes it."""
-        record = {"kind": kind, "step": step, **values}
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         self.records.append(record)
-        with explained_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
-        if self._wandb is not None:
-            self._wandb.log(_flat(kind, values), step=step)
+        _append(self.path, record)
+        self._draw(record)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Appends the sample table of an evaluation, if it has rows."""
+        if not rows:
+            return
+        _append(self._run / SAMPLES_FILE, {"kind": "samples", "step": step, "samples": list(rows)})
+        write_text_atomic(self._run / SHOWN_FILE, render(step, rows))
+        self._show(step, rows)
 
     def close(self) -> None:
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._each(lambda curves: curves.close())
+        self._curves = []
+
+    def _draw(self, record: Record) -> None:
+        if record["kind"] in KINDS:
+            self._each(lambda curves: curves.record(record))
+
+    def _show(self, step: int, rows: Sequence[Row]) -> None:
+        self._each(lambda curves: curves.samples(step, rows))
+
+    def _each(self, act: Callable[[Curves], None]) -> None:
+        """One that fails is left out from then on: the log is whole without it, and training is worth more."""
+        for curves in list(self._curves):
+            try:
+                act(curves)
+            except Exception as error:  # noqa: BLE001 (trackers raise anything; it is said, and once more at the end)
+                self._curves.remove(curves)
+                self.lost.append(
+                    f"warning: {curves.name} failed and gets nothing more until the next start, which hands on what is "
+                    f"missing; {self.path} has everything. It said: {type(error).__name__}: {error}"
+                )
+                print(self.lost[-1], file=sys.stderr)
 
 
 def read_log(path: Path) -> list[Record]:
@@ -79,36 +120,19 @@ def read_log(path: Path) -> list[Record]:
     return records
 
 
+def _kept(path: Path, resumed_step: int | None) -> list[Record]:
+    """The records up to the checkpoint's step; none of a run that begins."""
+    return [] if resumed_step is None else [record for record in read_log(path) if record["step"] <= resumed_step]
+
+
+def _rewrite(path: Path, records: Sequence[Record]) -> None:
+    write_text_atomic(path, "".join(_line(record) for record in records))
+
+
+def _append(path: Path, record: Record) -> None:
+    with explained_os_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(_line(record))
+
+
 def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _flat(kind: str, values: Record) -> Record:
-    """Wandb's names: `train/loss`, and one scalar a TTT step for lists of numbers, or a key."""
-    flat: Record = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            flat |= {f"{kind}/{name}_{i}": item for i, item in enumerate(value) if not isinstance(item, str)}
-        elif isinstance(value, dict):
-            flat |= {f"{kind}/{name}/{key}": item for key, item in value.items()}
-        else:
-            flat[f"{kind}/{name}"] = value
-    return flat
-
-
-def _start_wandb(run: Path, tracking: TrackingSection, run_id: str) -> Any:
-    import wandb
-
-    assert tracking.wandb != "off"
-    try:
-        return wandb.init(
-            project=tracking.project,
-            name=tracking.run_name or run.name,
-            mode=tracking.wandb,
-            dir=str(run),
-            id=run_id,
-            resume="allow",
-        )
-    except wandb.Error as error:
-        fix = "log in with `wandb login`, or set tracking.wandb=offline"
-        raise problem_error("tracking.wandb", "tracking.wandb_refused", f"Weights & Biases: {error}", fix) from error

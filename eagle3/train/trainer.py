@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -28,24 +29,29 @@ from eagle3.errors import problem_error, raise_problems
 from eagle3.files import only_writer, refuse_url
 from eagle3.progress import progress
 from eagle3.provenance import provenance
-from eagle3.train.balance import Imbalance, balance_notes
+from eagle3.train.balance import balance_notes
+from eagle3.train.cards import peak_of
 from eagle3.train.checkpoint import Best, TrainState, checkpoint_name, load_checkpoint
+from eagle3.train.curves import Facts, check_tracking
 from eagle3.train.disk_room import checkpoint_bytes, room_note
 from eagle3.train.early_stopping import after_evaluation, reason_to_stop
 from eagle3.train.engine import check_active, describe, make_accelerator, make_engine
 from eagle3.train.engines.base import Engine
 from eagle3.train.evaluation import evaluate
 from eagle3.train.float8 import check_float8
-from eagle3.train.interval import Interval
+from eagle3.train.meter import Meter
 from eagle3.train.muon import check_muon
 from eagle3.train.optim import learning_rate
+from eagle3.train.pulse import own_store
 from eagle3.train.result import TrainResult, read_result
 from eagle3.train.run_folder import LOCK_FILE, find_resume_point, point_at_best, read_origin, write_run_files
+from eagle3.train.sample_table import SampleTable
 from eagle3.train.samples import order_of
 from eagle3.train.saver import Saver
 from eagle3.train.setup import Setup, make_setup
 from eagle3.train.signals import StopRequest
-from eagle3.train.tracking import Tracker, check_tracking
+from eagle3.train.tracking import Tracker
+from eagle3.train.watch import COMPUTING, EVALUATING, READING, SAVING, WAITING, Watch
 from eagle3.train.window import Totals, accumulate_window
 
 _FAILED = 2.0**20
@@ -80,7 +86,7 @@ def run_training(config: TrainConfig, signals: bool = True) -> TrainResult:
     with only_writer(run, LOCK_FILE) if accelerator.is_main_process else nullcontext():
         trainer = Trainer(config, setup, accelerator, checkpoint)
         if accelerator.is_main_process:
-            lines = [*describe(trainer.engine, accelerator), *setup.notes, *balance_notes(trainer.feed)]
+            lines = [*describe(trainer.engine, accelerator), *setup.notes, *trainer.notes, *balance_notes(trainer.feed)]
             lines += filter(None, [room_note(run, config.keep_checkpoints, size)])
             lines.append(f"run: {run}" if checkpoint is None else f"run: {run}, resumed from {checkpoint.name}")
             print("\n".join(lines), file=sys.stderr)
@@ -119,7 +125,12 @@ class Trainer:
         self.setup, self.resumed = setup, checkpoint is not None
         self.origin = read_origin(self.run) if self.resumed else {"run_id": uuid.uuid4().hex, **setup.origin}
         self.tracker: Tracker | None = None
-        self.since_line, self.imbalance = Interval(), Imbalance()
+        peak, self.notes = peak_of(config, accelerator.device)
+        self.meter = Meter(self.feed, cost, self.engine, peak)
+        self.watch = Watch(self.engine, config.tracking.stall_seconds, own_store())
+        self.engine.waiting = partial(self.watch.doing, WAITING)
+        self.table = SampleTable(config, self.samples.heldout if accelerator.is_main_process else None)
+        self.notes += self.table.notes
         self.stop, self.stopping = StopRequest(), False
         self.saver = Saver(self.run, config.keep_checkpoints, self.engine.copies)
 
@@ -130,7 +141,7 @@ class Trainer:
         with self.feed.opened(step, end, str(self.origin["run_id"]), is_main):
             self.tracker = self._open_run() if is_main else None
             if step < end:
-                with self.saver:
+                with self.watch, self.saver:
                     self._train()
         if self.tracker is not None:
             self._report(step < end)
@@ -144,13 +155,10 @@ class Trainer:
             lines.append(f"ended after step {self.state.step} of {self.total_steps}: {self._ended}")
         if self.stopping:
             self._log("stop", signal=self.stop.name)
-            lines.append(
-                f"stopped by {self.stop.name or 'a signal to another process'} after step {self.state.step} of "
-                f"{self.total_steps}, which is saved: the same command goes on from there"
-            )
+            lines.append(self.stop.note(self.state.step, self.total_steps))
         self.tracker.close()
         if trained:
-            lines += filter(None, [self.feed.note(*self.since_line.in_all()), self.saver.note()])
+            lines += filter(None, [self.feed.note(*self.meter.in_all()), self.saver.note(), *self.tracker.lost])
         for line in lines:
             print(line, file=sys.stderr)
 
@@ -158,20 +166,22 @@ class Trainer:
         tokens_left = sum(self.feed.tokens(window) for windows in self._epochs_left() for window in windows)
         if self.state.step == 0:
             self._evaluate()
-        self.since_line.begin()
+        self.meter.begin()
         with progress("train", tokens_left, "tokens") as advance:
             for windows in self._epochs_left():
                 with closing(self.feed.load(windows, self.accelerator.process_index, self.module.ttt)) as begun:
                     ahead = Ahead(begun)
                     for window in windows:
-                        with self.since_line.waiting():
+                        self.watch.step = self.state.step + 1
+                        with self.watch.doing(READING), self.meter.waiting():
                             batches = ahead.take()
-                        note = self._step(window, batches, ahead)
+                        with self.watch.doing(COMPUTING):
+                            note = self._step(window, batches, ahead)
                         advance(self.feed.tokens(window), f"step {self.state.step}/{self.total_steps} {note}")
                         self._evaluate_and_save()
                         if self.stopping or self._ended is not None:
                             return
-                        self.since_line.begin()
+                        self.meter.begin()
 
     def _epochs_left(self) -> Iterator[list[Window]]:
         step = self.state.step
@@ -193,8 +203,7 @@ class Trainer:
         self.stopping = totals.raised > 0 and step < self.total_steps
         skipped = not totals.in_vocab.any()
         norm = math.nan if skipped else self._update(rate, totals, window, step)
-        self.since_line.end(self.feed.tokens(window))
-        self.imbalance.add(self.feed.loads(window))
+        self.meter.end(window, totals.active.tolist())
         self.state = replace(self.state, step=step, skipped=self.state.skipped + skipped)
         epoch = bisect_left(self.epoch_ends, step)
         if skipped:
@@ -203,9 +212,10 @@ class Trainer:
             return "skipped"
         loss = totals.loss(self.config.ttt.decay)
         if step == 1 or step == self.total_steps or step % self.config.tracking.log_every == 0:
-            accuracy = totals.step_accuracy()
-            speed = {**self.since_line.take(), **self.imbalance.take(), **self.saver.take()}
-            self._log("train", epoch=epoch, loss=loss, lr=rate, grad_norm=norm, step_accuracy=accuracy, **speed)
+            speed = {**self.meter.take(), **self.saver.take()}
+            self._log("train", epoch=epoch, loss=loss, lr=rate, grad_norm=norm, **totals.by_step(), **speed)
+            if self.tracker is not None and (warning := self.meter.warning(speed)):
+                print(warning, file=sys.stderr)
         return f"loss {loss:.4f}"
 
     def _update(self, rate: float, totals: Totals, window: Window, step: int) -> float:
@@ -250,9 +260,12 @@ class Trainer:
         if self.samples.heldout is None:
             return False
         config, heldout = self.config, self.samples.heldout
-        with self.engine.whole():
+        with self.watch.doing(EVALUATING), self.engine.whole():
             found = evaluate(self.module, self.head, heldout, config.heldout_rows, self.engine, config.eval_depths)
+            rows = self.table.rows(self.module, self.engine)
         self._log("eval", **asdict(found))
+        if self.tracker is not None:
+            self.tracker.samples(self.state.step, rows)
         if config.early_stopping is not None and self.state.step:
             plateau = after_evaluation(self.state.plateau, found.acceptance_length, config.early_stopping)
             self.state = replace(self.state, plateau=plateau)
@@ -265,7 +278,7 @@ class Trainer:
     def _save(self) -> None:
         if self.samples.heldout is None:
             self.state = replace(self.state, best=Best(checkpoint_name(self.state.step), None, None))
-        with self.saver.waiting():
+        with self.watch.doing(SAVING), self.saver.waiting():
             weights, moments = self.engine.weights(), self.engine.moments()
             if self.accelerator.is_main_process:
                 self.saver.begin(weights, moments, self.state)
@@ -276,7 +289,7 @@ class Trainer:
 
     def _settle(self) -> None:
         """Waits for the checkpoint being written, on every process; where that failed, all of them raise."""
-        with self.saver.waiting():
+        with self.watch.doing(SAVING), self.saver.waiting():
             error = self.saver.wait()
             failed = torch.tensor(float(error is not None), device=self.engine.device)
             failed = self.engine.reduce(failed, reduction="sum")
@@ -303,10 +316,12 @@ class Trainer:
         """Writes the run's files and opens its log."""
         origin = self.origin
         start = {**provenance(), "step": self.state.step, "engine": describe(self.engine, self.accelerator)[0]}
-        write_run_files(self.run, self.config, self.setup, {**origin, "starts": [*origin.get("starts", []), start]})
+        origin = {**origin, "starts": [*origin.get("starts", []), start]}
+        write_run_files(self.run, self.config, self.setup, origin)
         point_at_best(self.run, self.state)
         resumed_step = self.state.step if self.resumed else None
-        return Tracker(self.run, self.config.tracking, origin["run_id"], resumed_step)
+        facts = Facts(self.config.model_dump(mode="json"), origin)
+        return Tracker(self.run, self.config.tracking, origin["run_id"], resumed_step, facts)
 
     def _log(self, kind: str, **values: object) -> None:
         if self.tracker is not None:

@@ -47,10 +47,15 @@ class Totals:
         weights = decay ** torch.arange(len(self.loss_sums), dtype=torch.float64)
         return float((weights * self.loss_sums / self.in_vocab.clamp(min=1)).sum())
 
+    def by_step(self) -> dict[str, list[float | None]]:
+        """The fields of a record that have a value for each TTT step; None where there is no term."""
+        shares = {"step_loss": (self.loss_sums, self.in_vocab), "in_vocab": (self.in_vocab, self.active)}
+        found = {name: _shares(part, whole) for name, (part, whole) in shares.items()}
+        return {**found, "step_accuracy": self.step_accuracy()}
+
     def step_accuracy(self) -> list[float | None]:
         """Share of all active terms that are right, at each TTT step; None where there is none."""
-        pairs = zip(self.correct.tolist(), self.active.tolist(), strict=True)
-        return [correct / active if active else None for correct, active in pairs]
+        return _shares(self.correct, self.active)
 
 
 def accumulate_window(
@@ -120,6 +125,10 @@ def _run_window(
     local = torch.stack(sums).sum(0)
     reduced: Tensor = accelerator.reduce(torch.cat([local, torch.full_like(local[:1], flag())]), reduction="sum")
     return reduced
+
+
+def _shares(part: Tensor, whole: Tensor) -> list[float | None]:
+    return [a / b if b else None for a, b in zip(part.tolist(), whole.tolist(), strict=True)]
 
 
 def make_totals(loss_sums: Tensor, in_vocab: Tensor, correct: Tensor, active: Tensor) -> Totals:

@@ -18,7 +18,7 @@ from eagle3.serve.export import export_run
 from eagle3.target.extract import run_extract
 from eagle3.target.tiny import make_tiny_llama
 from eagle3.train.checkpoint import list_checkpoints
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.remote import local_s3, upload
 from tests.stores import train_config, write_random_store
@@ -26,7 +26,6 @@ from tests.unit.serve.cases import make_run
 from tests.unit.target.cases import extract_config, write_conversations
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hidden_state_store_v1"
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 MASKS = [[0, 0] + [1] * 30, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
 
@@ -55,7 +54,7 @@ def eagle3(*args: str) -> int:
 
 
 def log_of(run: Path) -> list[dict[str, object]]:
-    return [{key: value for key, value in item.items() if key not in TIMES} for item in read_log(run / "log.jsonl")]
+    return [{key: value for key, value in item.items() if key not in TIMED} for item in read_log(run / "log.jsonl")]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

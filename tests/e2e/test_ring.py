@@ -24,13 +24,12 @@ from eagle3.data.ring_folder import listed_bytes, read_reader
 from eagle3.target.extract import run_extract_ring
 from eagle3.target.tiny import make_tiny_kimi
 from eagle3.train.checkpoint import list_checkpoints
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import run_training
 from tests.unit.target.cases import extract_config, write_conversations
 
 ROOT = Path(__file__).parents[2]
 OUTPUT_INDICES = [2, 30, 58]
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def start(command: str, config: Path) -> subprocess.Popen[str]:
@@ -130,7 +129,7 @@ def test_both_sides_killed_and_started_again_train_as_if_nothing_had_happened(
 
     whole = undisturbed(*configs("whole"))
     logs = [
-        [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(run / "log.jsonl")]
+        [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(run / "log.jsonl")]
         for run in (folder / "run", whole)
     ]
     assert logs[0] == logs[1] and len(logs[0]) == 20

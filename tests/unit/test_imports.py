@@ -32,6 +32,7 @@ ONLY_IN = {
     "transformers": ("target/", "data/chat.py", "evaluate/decode.py"),
     "triton": ("draft/kernels/", "target/streaming/kernels/", "train/kernels/"),
     "wandb": ("train/",),
+    "tensorboard": ("train/",),
     "sglang": (),
     "vllm": (),
 }

@@ -54,12 +54,14 @@ class Engine(Ranks, Protocol):
     Attributes:
         name: of its file in configs/accelerate, without .yaml.
         bf16: whether the drafter computes in bfloat16, under autocast.
+        waiting: entered while this process waits for the others' sums.
         copies: whether `weights` and `moments` give copies in host memory, not the tensors that training changes.
         module: the drafter with its loss. Its parameters may be shards, but within `whole`.
     """
 
     name: str
     bf16: bool
+    waiting: Callable[[], AbstractContextManager[None]]
     copies: bool
     module: TTTLoss
 

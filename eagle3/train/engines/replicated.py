@@ -27,6 +27,7 @@ class OfAccelerator:
 
     def __init__(self, accelerator: Accelerator, bf16: bool) -> None:
         self.accelerator, self.bf16 = accelerator, bf16
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +42,8 @@ class OfAccelerator:
         return self.accelerator.process_index
 
     def reduce(self, tensor: Tensor, reduction: str) -> Any:
-        return self.accelerator.reduce(tensor, reduction=reduction)
+        with self.waiting():
+            return self.accelerator.reduce(tensor, reduction=reduction)
 
 
 class Replicated(OfAccelerator):

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
-from eagle3.draft.cost import Cost
+from eagle3.draft.cost import Cost, Work
 from eagle3.draft.ttt import TTTLoss, count_terms
 
 from .cases import gradients, make_batch, make_config, make_document, make_head, make_model, make_vocab
@@ -49,6 +49,31 @@ def test_products_are_those_of_the_steps_own_code(mask: list[int], steps: int) -
     cost = Cost.of(config, settings)
     chains = float(counts.active.sum()) / steps
     assert products == pytest.approx(len(mask) * cost.token + chains * cost.chain, rel=0.06)
+    needed = cost.needed(Work(len(mask), sum(mask), 0), counts.active.tolist())
+    assert products == pytest.approx(needed, rel=0.06)
+
+
+@pytest.mark.parametrize("answer", [10, 40])
+def test_a_short_answers_last_chains_are_not_counted_as_whole_ones(answer: int) -> None:
+    """At 7 steps a third of a 10-token answer's chains' steps would never be computed."""
+    config, settings = make_config(intermediate_size=100), TTTSettings(7)
+    model, head, vocab = make_model(config), make_head(), make_vocab()
+    mask = ([0] * 20 + [1] * answer) * 4
+    batch = make_batch([[make_document(mask)]])
+    counts = count_terms(batch, head, vocab, settings)
+    with FlopCounterMode(display=False) as counter:
+        gradients(model, TTTLoss(model, vocab, settings)(batch, counts, counts.in_vocab).loss)
+    found = counter.get_flop_counts()["Global"]
+    products = sum(count for name, count in found.items() if "bmm" not in str(name))
+    cost = Cost.of(config, settings)
+    assert products == pytest.approx(cost.needed(Work(len(mask), sum(mask), 0), counts.active.tolist()), rel=0.03)
+    assert cost.sample(len(mask), sum(mask)) > 1.08 * products
+
+
+def test_attention_that_is_needed_leaves_out_what_is_made_anew() -> None:
+    cost, work = Cost(token=0, chain=0, attended=14), Work(8, 4, 16)
+    assert cost.needed(work, [4, 4]) == 16 * 12
+    assert cost.needed(work, [4, 2]) == 16 * 12 * 0.75
 
 
 def test_attention_is_of_the_documents_own_length() -> None:

@@ -20,12 +20,11 @@ from eagle3.serve.saved_draft import load_run
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.run_folder import find_resume_point
 from eagle3.train.setup import make_setup
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.stores import rewrite_manifest, train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
@@ -37,7 +36,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
     states = [read_json(list_checkpoints(path)[-1] / "state.json", "state") for path in (run, whole)]
     assert states[0] == states[1]
     mine, theirs = (
-        [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(path / "log.jsonl")]
+        [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(path / "log.jsonl")]
         for path in (run, whole)
     )
     assert mine == theirs

@@ -22,13 +22,12 @@ from eagle3.files import read_json
 from eagle3.train import signals
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.signals import STOP_SIGNALS, StopRequest
-from eagle3.train.tracking import read_log
+from eagle3.train.tracking import TIMED, read_log
 from eagle3.train.trainer import Trainer, run_training
 from tests.rings import ring_config, ring_plan, ring_samples, write_ring
 from tests.stores import train_config, write_random_store
 
 ROOT = Path(__file__).parents[3]
-TIMES = {"tokens_per_second", "seconds", "data_wait", "save_seconds", "save_wait"}
 
 
 def config_for(folder: Path, run: str, **values: object) -> TrainConfig:
@@ -62,7 +61,7 @@ def stopped_at(config: TrainConfig, numbers: dict[int, int]) -> int:
 
 
 def log(run: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in read_log(run / "log.jsonl")]
+    return [{key: value for key, value in record.items() if key not in TIMED} for record in read_log(run / "log.jsonl")]
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
@@ -151,7 +150,7 @@ def test_a_run_that_is_stopped_again_and_again_is_the_one_that_nobody_stopped(
     config = config_for(tmp_path, "run", epochs=3)
     for step, number in ((2, signal.SIGTERM), (3, signal.SIGINT), (8, signal.SIGUSR1)):
         assert stopped_at(config, {step: number}) == step
-        record = read_log(tmp_path / "run" / "log.jsonl")[-1]
+        record = log(tmp_path / "run")[-1]
         assert record == {"kind": "stop", "step": step, "signal": signal.Signals(number).name}
         assert f"stopped by {signal.Signals(number).name} after step {step} of 18" in capsys.readouterr().err
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers

@@ -4,10 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 
 from eagle3.config import TrackingSection
 from eagle3.errors import ProblemsError
-from eagle3.train.tracking import Tracker, check_tracking, read_log
+from eagle3.train.curves import check_tracking
+from eagle3.train.tracking import Tracker, read_log
 
 OFF = TrackingSection()
 
@@ -44,6 +46,7 @@ def test_asking_for_wandb_without_it_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_wandb_offline_writes_into_the_run_folder(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
+    PartialState(cpu=True)
     tracker = Tracker(tmp_path, TrackingSection(wandb="offline"), "abcdef", None)
     tracker.log("train", 1, loss=1.0, step_accuracy=[0.5, None])
     tracker.close()
@@ -61,6 +64,7 @@ def test_what_wandb_refuses_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mon
     def init(**_: object) -> None:
         raise RuntimeError("No API key configured")
 
+    PartialState(cpu=True)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=RuntimeError, init=init))
     with pytest.raises(ProblemsError, match=r"tracking\.wandb_refused.*No API key"):
         Tracker(tmp_path, TrackingSection(wandb="online"), "id", None)
