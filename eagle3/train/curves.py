@@ -98,7 +98,7 @@ class WandbCurves:
 
         assert tracking.wandb != "off"
         online = tracking.wandb == "online"
-        self._environment = {key: str(run / "wandb") for key in _WANDB_FOLDERS if key not in os.environ}
+        self._environment = {key: str(run.absolute() / "wandb") for key in _WANDB_FOLDERS if key not in os.environ}
         os.environ.update(self._environment)
         self._tracker = WandBTracker(
             tracking.project,
@@ -172,7 +172,7 @@ class TensorBoardCurves:
 
     def record(self, record: Record) -> None:
         values = {name: value for name, value in flat(record).items() if isinstance(value, int | float)}
-        self._tracker.log(values, step=record["step"])
+        self._tracker.log(values, step=record["step"], walltime=record.get("time"))
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         self._tracker.log({"samples": render(step, rows)}, step=step)

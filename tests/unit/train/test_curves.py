@@ -249,3 +249,15 @@ def test_every_tracker_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch)
     found = check_tracking(TrackingSection(wandb="offline", tensorboard=True))
     assert [problem.kind for problem in found] == ["tracking.wandb_missing", "tracking.tensorboard_missing"]
     assert "pip install 'eagle3[tensorboard]'" in found[1].fix
+
+
+def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
+    """Its records have no time, its config no such keys, and its folder no samples."""
+    pytest.importorskip("tensorboard")
+    PartialState(cpu=True)
+    (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "stop", "step": 1}\n')
+    tracker = Tracker(tmp_path, TrackingSection(tensorboard=True), "id", 1)
+    tracker.log("train", 2, loss=1.0)
+    tracker.close()
+    assert tracker.lost == []
+    assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 2.0), (2, 1.0)]
