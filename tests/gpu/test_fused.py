@@ -14,6 +14,7 @@ from eagle3.draft.config import LossKind, Objective, TTTSettings
 from eagle3.draft.fused import function, plain
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.loss import TargetHead, read_teacher
+from eagle3.draft.noise import add_noise, noise_keys
 from eagle3.draft.objective import keep_greatest
 from eagle3.draft.planned import plan_batch
 from eagle3.draft.ttt import TTTLoss, count_terms
@@ -192,6 +193,13 @@ def test_a_rows_loss_its_gradient_and_the_greedy_token(
     assert_near(losses[:, None], expected[:, None], 1e-4)
     assert torch.equal(found, greedy)
     assert_near(logits, exact)
+
+
+def test_noise_on_the_gpu_is_that_of_the_cpu() -> None:
+    aux, keys, places = randn(300, 96), noise_keys(["a", "b"], 1, 2), torch.arange(300)
+    found = add_noise(aux.clone(), 3, 0.2, keys.cuda()[places.cuda() % 2], places.cuda())
+    expected = add_noise(aux.cpu(), 3, 0.2, keys[places % 2], places)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0.008, atol=1e-3)  # one rounding of bfloat16
 
 
 def test_teacher_on_the_gpu_is_that_of_the_cpu() -> None:

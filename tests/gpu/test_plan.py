@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from eagle3.config import Moments, OptimSection
+from eagle3.config import MomentKind, OptimSection
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
@@ -47,9 +47,9 @@ def make_batch(seed: int) -> DraftBatch:
 
 @pytest.mark.parametrize(
     ("moments", "float8", "accumulate"),
-    [("float32", False, 1), ("float32", False, 2), ("bfloat16", True, 1), ("float8", True, 2)],
+    [("float32", False, 1), ("float32", False, 2), ("bfloat16", True, 1), ("float8", True, 2), ("muon", False, 1)],
 )
-def test_the_plan_is_right_within_five_percent(moments: Moments, float8: bool, accumulate: int) -> None:
+def test_the_plan_is_right_within_five_percent(moments: MomentKind, float8: bool, accumulate: int) -> None:
     gc.collect()  # what the test before held in cycles
     before = torch.cuda.memory_allocated()
     settings = TTTSettings(7, 0.8, float8=float8)
@@ -57,7 +57,8 @@ def test_the_plan_is_right_within_five_percent(moments: Moments, float8: bool, a
     with torch.device("cuda"):
         module = TTTLoss(DraftModel(SHAPE), DraftVocab(torch.arange(0, VOCAB, 2), VOCAB), settings)
         head = TargetHead(torch.randn(VOCAB, HIDDEN).bfloat16(), torch.ones(HIDDEN), 1e-5, "post_norm")
-    optimizer = make_optimizer(module.model, OptimSection(moments=moments), fused=True)
+    optim = OptimSection(name="muon") if moments == "muon" else OptimSection(moments=moments)
+    optimizer = make_optimizer(module.model, optim, fused=True)
     model, optimizer = accelerator.prepare(module, optimizer)
     batches = [make_batch(seed) for seed in range(accumulate)]
     parameters = [value for value in model.parameters() if value.requires_grad]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3.config import TargetConfig, TrainConfig, build_config
+from eagle3.config import ServeConfig, TargetConfig, TrainConfig, build_config
 from eagle3.data.store import StoreReader
 from eagle3.draft.batch import DraftBatch
 from eagle3.draft.chains import plan_chains
@@ -18,7 +18,8 @@ from eagle3.draft.init import init_layer_from_target, start_fc_at_last_slot
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import unroll
 from eagle3.errors import ProblemsError
-from eagle3.serve.saved_draft import load_run
+from eagle3.serve.export import export_run
+from eagle3.serve.saved_draft import load_exported, load_run
 from eagle3.target.extract import run_extract
 from eagle3.target.layer_tensors import read_layer
 from eagle3.target.tiny import make_tiny_deepseek_v3, make_tiny_kimi, make_tiny_llama, make_tiny_qwen3
@@ -103,11 +104,17 @@ def test_a_run_starts_from_the_last_layer_and_from_another_if_asked(config: Call
         assert torch.equal(model.fc.weight, plain.fc.weight)
 
 
-def test_it_trains_resumes_and_is_read_back(config: Callable[..., TrainConfig]) -> None:
+def test_it_trains_resumes_and_exports_what_it_has(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     result = run_training(config())
     assert result.steps == 2 and run_training(config()).steps == 2
     embed = StoreReader(config().dataset).target_head()["embed_tokens.weight"]
-    assert load_run(result.run).model(embed).config == make_setup(config()).module.model.config
+    drafter = load_run(result.run).model(embed)
+    assert drafter.config == make_setup(config()).module.model.config
+    serve = {"run": str(result.run), "output": str(tmp_path / "export"), "dtype": "float32", "engine_version": "0.5.23"}
+    exported = load_exported(export_run(build_config(ServeConfig, serve, "test")).output)
+    state = exported.model(embed).state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
     with pytest.raises(ProblemsError, match=r"draft\.init_layer is not set there, 1 now"):
         run_training(config(init_layer=1))
 
