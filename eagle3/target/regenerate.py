@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle3.config import RegenerateConfig
-from eagle3.data.chat import load_tokenizer, render_prompt
+from eagle3.data.chat import load_tokenizer
+from eagle3.data.chat.render import Renderer
 from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import refuse_url
@@ -124,6 +125,7 @@ def make_prompts(
     """The prompt of each conversation's last turn (an answer that is already there is dropped), and what is wrong
     with those that have none.
     """
+    renderer = Renderer(tokenizer, template_kwargs)
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for conversation in conversations:
@@ -133,7 +135,7 @@ def make_prompts(
             continue
         asked = Conversation(conversation.id, messages, conversation.tools, source=conversation.source)
         try:
-            prompts.append(Prompt(asked, render_prompt(tokenizer, messages, asked.tools, template_kwargs)))
+            prompts.append(Prompt(asked, renderer.prompt(messages, asked.tools, "prompt")))
         except ProblemsError as error:
             problems += (Problem(conversation.id, item.kind, item.message, item.fix) for item in error.problems)
     return prompts, problems

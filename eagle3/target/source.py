@@ -47,14 +47,22 @@ def read_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
 def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
     conversations, bad_records = load_conversations(data)
     samples, prepared = prepare_samples(
-        tokenizer, conversations, data.max_length, data.skip_bad, data.chat_template_kwargs
+        tokenizer,
+        conversations,
+        data.max_length,
+        data.skip_bad,
+        data.chat_template_kwargs,
+        data.split_turns,
+        data.workers,
+        None if data.cache is None else Path(data.cache),
     )
     prepared.total += bad_records.total()
-    prepared.dropped.update(bad_records)
+    prepared.drops.update(bad_records)
     settings = {
         "conversations": conversations_digest(conversations),
         "max_length": data.max_length,
         "chat_template_kwargs": data.chat_template_kwargs,
+        **({} if data.split_turns == "auto" else {"split_turns": data.split_turns}),
     }
     return Source(samples, prepared, settings, data.skip_bad)
 
@@ -81,6 +89,7 @@ def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     prepared = PrepareReport(
         total=len(samples),
         kept=len(samples),
+        samples=len(samples),
         tokens=tokens,
         supervised_tokens=sum(info.supervised for info in reader.samples),
     )
