@@ -19,6 +19,9 @@ class Drops:
         """Adds another's counts."""
         self._counts.update(other._counts)
 
+    def __bool__(self) -> bool:
+        return self.total() > 0
+
     def total(self) -> int:
         return self._counts.total()
 

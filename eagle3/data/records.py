@@ -111,7 +111,7 @@ def _csv(path: str) -> Numbered:
                 else:
                     yield where, {key: value for key, value in row.items() if value not in (None, "")}
         except csv.Error as error:
-            message = f"row {rows.line_num} is not CSV: {error}"
+            message = f"is not CSV after line {rows.line_num}: {error}"
             raise problem_error(path, "conversations.unreadable", message, "restore the file") from error
 
 

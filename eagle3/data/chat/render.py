@@ -64,10 +64,10 @@ class Renderer:
             ProblemsError: kind `chat.empty_prompt`.
         """
         template = Applied(self.chat, tools, where)
-        raise_problems(self._prompt_problems(template, messages))
         ids = template.ids(messages, add_generation_prompt=True)
         if not ids:
             raise problem_error(where, "chat.empty_prompt", "the chat template renders no token", SKIP)
+        raise_problems(self._prompt_problems(template, messages))
         return ids
 
     def samples(self, conversation: Conversation, split_turns: SplitTurns = "auto") -> list[tuple[str, Rendered]]:
@@ -109,8 +109,7 @@ class Renderer:
         mask = [False] * len(ids)
         turns = _answer_turns(messages)
         for turn in turns:
-            start, end = _span(template, messages, turn, ids)
-            _supervise(mask, allowed, start, end, closes=ids[end - 1] in self.chat.special)
+            _supervise(mask, allowed, template, messages, turn, _span(template, messages, turn, ids), ids)
         problems = left_out(served_messages(messages, self.chat.source), template.text(messages), template.where)
         raise_problems([*problems, *(item for turn in turns for item in _lost(template, messages, turn))])
         return Rendered(ids, mask)
@@ -127,12 +126,12 @@ class Renderer:
             messages = conversation.messages[: turn + 1]
             try:
                 ids, allowed = template.ids_and_blocks(messages)
-                start, end = _span(template, messages, turn, ids)
+                span = _span(template, messages, turn, ids)
             except ProblemsError as error:
                 problems += error.problems
                 continue
             mask = [False] * len(ids)
-            _supervise(mask, allowed, start, end, closes=ids[end - 1] in self.chat.special)
+            _supervise(mask, allowed, template, messages, turn, span, ids)
             problems += left_out(
                 served_messages(messages, self.chat.source), template.text(messages), template.where
             ) + _lost(template, messages, turn)
@@ -157,11 +156,25 @@ def _several_answers(conversation: Conversation) -> bool:
     return len(_answer_turns(conversation.messages)) > 1
 
 
-def _supervise(mask: list[bool], allowed: list[bool], start: int, end: int, closes: bool) -> None:
-    """Marks an answer's tokens, within the template's blocks."""
+def _supervise(
+    mask: list[bool],
+    allowed: list[bool],
+    template: Applied,
+    messages: Sequence[Mapping[str, Any]],
+    turn: int,
+    span: tuple[int, int],
+    ids: list[int],
+) -> None:
+    """Marks the tokens of the answer in `messages[turn]`, within the template's blocks."""
+    start, end = span
     mask[start:end] = allowed[start:end]
-    if end - start > 1 and closes:  # a block may close before the end-of-turn token
-        mask[end - 1] |= mask[end - 2]
+    if start == end or mask[end - 1] or ids[end - 1] not in template.chat.special:
+        return
+    if end - start > 1:  # a block may close before the end-of-turn token
+        mask[end - 1] = mask[end - 2]
+    else:  # an empty block has no token that says so: one with a text has
+        filled = [*messages[:turn], {**messages[turn], "content": "."}, *messages[turn + 1 :]]
+        mask[start] = template.ids_and_blocks(filled)[1][start]
 
 
 def _span(template: Applied, messages: Sequence[Mapping[str, Any]], turn: int, ids: list[int]) -> tuple[int, int]:

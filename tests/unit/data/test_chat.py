@@ -50,9 +50,10 @@ def test_every_answer_follows_exactly_what_a_server_would_prefill(name: str) -> 
 def test_a_template_may_supervise_the_last_answer_only() -> None:
     tok = tokenizer(chat_cases.GENERATION_LAST_ONLY)
     assert supervised(tok, render(tok, talk("Hi", "Hello.", "And?", "Bye"))) == ["Bye<|end|>"]
+    assert supervised(tok, render(tok, talk("Hi", "", "And?", ""))) == ["<|end|>"]
 
 
-@pytest.mark.parametrize("name", ["CHATML", "GENERATION"])
+@pytest.mark.parametrize("name", CHATML_LIKE)
 def test_of_an_empty_answer_only_the_end_token_is_supervised(name: str) -> None:
     tok = tokenizer(getattr(chat_cases, name))
     assert supervised(tok, render(tok, talk("Hi", "", "And?", "Bye"))) == ["<|end|>", "Bye<|end|>"]

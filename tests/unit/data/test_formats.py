@@ -259,7 +259,7 @@ def test_a_damaged_csv_file_is_one_plain_problem(tmp_path: Path) -> None:
     with pytest.raises(ProblemsError) as error:
         load(str(tmp_path / "data.csv"))
     [problem] = error.value.problems
-    assert problem.message.startswith("row 2 is not CSV")
+    assert problem.message.startswith("is not CSV after line 1")
 
 
 def test_a_split_of_a_data_set_in_a_folder(tmp_path: Path) -> None:
