@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import ConversationsConfig, ExtractConfig
-from eagle3.data.chat import PrepareReport, TokenSample, prepare_samples, tokenizer_digest
+from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, tokenizer_digest
 from eagle3.data.conversations import load_conversations
 from eagle3.data.open_reader import open_reader
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import is_url
 from eagle3.target.identity import conversations_digest
+from eagle3.target.resolve import find_target
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ def read_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
         return _from_store(cfg, tokenizer)
     assert cfg.data is not None
     return _from_conversations(cfg.data, tokenizer)
+
+
+def check_data(cfg: ExtractConfig) -> PrepareReport:
+    """What would become of `cfg`'s samples; reads the target's tokenizer and no weights.
+
+    Raises:
+        ProblemsError: as `read_source`.
+    """
+    files = find_target(cfg.target, weights=False)
+    tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
+    return read_source(cfg, tokenizer).prepared
 
 
 def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenizerBase) -> Source:

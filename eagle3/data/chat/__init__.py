@@ -7,12 +7,13 @@ prompt, and the supervised ids run from there to the end-of-turn token, that tok
 from eagle3.data.chat.prepare import prepare_samples
 from eagle3.data.chat.render import Rendered, render, render_prompt
 from eagle3.data.chat.report import PrepareReport, TokenSample
-from eagle3.data.chat.tokenizer import load_tokenizer, special_token_ids, template_digest, tokenizer_digest
+from eagle3.data.chat.tokenizer import Tokenizer, load_tokenizer, special_token_ids, template_digest, tokenizer_digest
 
 __all__ = [
     "PrepareReport",
     "Rendered",
     "TokenSample",
+    "Tokenizer",
     "load_tokenizer",
     "prepare_samples",
     "render",

@@ -7,6 +7,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eagle3.errors import problem_error
 from eagle3.files import digest_json
 
+Tokenizer = PreTrainedTokenizerBase
+"""Its type, for modules that do not import transformers."""
+
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The target's tokenizer.
