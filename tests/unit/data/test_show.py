@@ -150,6 +150,8 @@ def test_a_terminal_shows_nothing_but_text() -> None:
     plain = text(evil())
     assert "<¦s¦c¦r¦i¦p¦t" in plain and "[¦r¦e¦d¦]" in plain and "[red]a&b[/red]" in plain
     assert "\x1b" not in plain and "\u202e" not in plain and "\\u001b" in plain
+    markup = Found([ShownSample("x", None, [Piece("[red]", 1, False), Piece("[/red]", 2, True)])], "")
+    assert "[red]{+[/red]+}" in text(markup)
     coloured = text(evil(), force_terminal=True, color_system="256")
     assert "\x1b[2J" not in coloured and "\u202e" not in coloured
     assert coloured.count("\x1b[30;48;5;40m") > 20  # every other supervised token
