@@ -24,7 +24,7 @@ class SupervisedCounts:
         by_source: int64 [V] of each source, where samples name one.
         samples: how many were counted.
         of: how many there are.
-        keeps_parts: only a share of them is counted, and `parts` are its samples' supervised ids.
+        keeps_parts: only a share of them is counted, and `parts` are its samples' sources and supervised ids.
     """
 
     total: torch.Tensor
@@ -32,7 +32,7 @@ class SupervisedCounts:
     keeps_parts: bool
     by_source: dict[str, torch.Tensor] = field(default_factory=dict)
     samples: int = 0
-    parts: list[torch.Tensor] = field(default_factory=list)
+    parts: list[tuple[str | None, torch.Tensor]] = field(default_factory=list)
 
     def add(self, supervised: torch.Tensor, source: str | None) -> None:
         """Counts a sample's supervised ids."""
@@ -41,7 +41,7 @@ class SupervisedCounts:
         if source is not None:
             _add(self.by_source.setdefault(source, torch.zeros_like(self.total)), supervised)
         if self.keeps_parts:
-            self.parts.append(supervised)
+            self.parts.append((source, supervised))
 
 
 def count_supervised(reader: StoreReader, indices: Iterable[int] | None = None) -> torch.Tensor:

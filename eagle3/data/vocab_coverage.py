@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,20 +22,28 @@ _SURE = 1.96
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Of a vocab of `size` tokens.
+class Share:
+    """A share of supervised tokens.
 
     Attributes:
-        share: of all supervised tokens that were counted; or an estimate, see `error`.
-        error: None if every sample was counted. Else the share of the whole data that a vocab chosen from half of the
-            sampled samples would hold is within `share` +- `error`, 19 times out of 20.
-        by_source: share of each source's tokens, of the samples that were counted.
+        error: None if every sample was counted. Else `share` is an estimate: what a vocab chosen from half of the
+            sampled samples holds of all the data is within `share` +- `error`, 19 times out of 20.
     """
 
-    size: int
     share: float
-    error: float | None
-    by_source: dict[str, float]
+    error: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.share:.2%}" + ("" if self.error is None else f" ± {self.error:.2%}")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a vocab of `size` tokens holds, of all supervised tokens and of each source's."""
+
+    size: int
+    overall: Share
+    by_source: dict[str, Share]
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class CoverageReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**vars(self), "rows": [vars(row) for row in self.rows]}
+        return asdict(self)
 
     def render(self) -> str:
         drawn = f"{self.samples:,} of {self.of:,} samples, drawn at random"
@@ -70,9 +78,11 @@ class CoverageReport:
         sources = sorted({name for row in self.rows for name in row.by_source})
         table = [("draft vocab", "supervised tokens it holds", *sources)]
         table += [
-            (f"{row.size:,}", _share(row), *(f"{row.by_source[name]:.2%}" for name in sources)) for row in self.rows
+            (f"{row.size:,}", *map(str, (row.overall, *(row.by_source[name] for name in sources)))) for row in self.rows
         ]
         lines += [f"  {line}" for line in aligned(table)]
+        if self.samples < self.of:
+            lines.append("  each half of them by the vocab that the other half chooses: one of all samples holds more")
         if self.left_out:
             lines.append(f"  left out: {', '.join(f'{size:,}' for size in self.left_out)}")
         return "\n".join(lines)
@@ -104,29 +114,35 @@ def held(counts: torch.Tensor, vocab: DraftVocab) -> float:
 
 
 def _coverage(counts: SupervisedCounts, size: int, keep: list[int]) -> Coverage:
+    if counts.keeps_parts:
+        return _estimate(counts, size, keep)
     vocab = DraftVocab.from_counts(counts.total, size, keep)
-    share, error = (held(counts.total, vocab), None) if not counts.keeps_parts else _estimate(counts, size, keep)
-    return Coverage(size, share, error, {name: held(of, vocab) for name, of in counts.by_source.items()})
+    by_source = {name: Share(held(of, vocab)) for name, of in counts.by_source.items()}
+    return Coverage(size, Share(held(counts.total, vocab)), by_source)
 
 
-def _estimate(counts: SupervisedCounts, size: int, keep: list[int]) -> tuple[float, float]:
-    """Each half of the samples is measured by the vocab of the other half, so that no token speaks for itself.
-
-    The error is that of a ratio of two totals over samples drawn without replacement.
-    """
+def _estimate(counts: SupervisedCounts, size: int, keep: list[int]) -> Coverage:
+    """Each half of the samples is measured by the vocab of the other half, so that no token speaks for itself."""
     halves, vocab_size = (counts.parts[0::2], counts.parts[1::2]), counts.total.numel()
-    pairs: list[tuple[int, int]] = []
+    measured: list[tuple[str | None, int, int]] = []
     for half, other in (halves, halves[::-1]):
-        seen = count_tokens(((part, torch.ones_like(part, dtype=torch.bool)) for part in other), vocab_size)
+        seen = count_tokens(((part, torch.ones_like(part, dtype=torch.bool)) for _, part in other), vocab_size)
         known = DraftVocab.from_counts(seen, size, keep).t2d
-        pairs += [(int(known[part].sum()), part.numel()) for part in half]
-    total = sum(length for _, length in pairs)
+        measured += [(source, int(known[part].sum()), part.numel()) for source, part in half]
+    unseen = 1 - counts.samples / counts.of
+    by_source = {name: _ratio([row[1:] for row in measured if row[0] == name], unseen) for name in counts.by_source}
+    return Coverage(size, _ratio([row[1:] for row in measured], unseen), by_source)
+
+
+def _ratio(pairs: Sequence[tuple[int, int]], unseen: float) -> Share:
+    """Ratio of two totals over samples drawn without replacement, `unseen` of them left, with its error.
+
+    Args:
+        pairs: supervised tokens of each sample that the vocab holds, and all of them.
+    """
+    total, count = sum(length for _, length in pairs), len(pairs)
     if not total:
-        return 1.0, 0.0
-    share, count = sum(inside for inside, _ in pairs) / total, len(pairs)
+        return Share(1.0, 0.0)
+    share = sum(inside for inside, _ in pairs) / total
     spread = sum((inside - share * length) ** 2 for inside, length in pairs) * count / max(count - 1, 1)
-    return share, _SURE * math.sqrt(spread * (1 - count / counts.of)) / total
-
-
-def _share(row: Coverage) -> str:
-    return f"{row.share:.2%}" + ("" if row.error is None else f" ± {row.error:.2%}")
+    return Share(share, _SURE * math.sqrt(spread * unseen) / total)

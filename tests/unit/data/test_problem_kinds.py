@@ -111,3 +111,12 @@ def test_every_kind_of_conversations_is_documented_and_no_other() -> None:
             for kind in re.findall(r'(?:append\(|return |\[|else )\(?"([a-z_]+)", (?:f?"|text)', source)
         }
     assert len(code) > 30 and code == documented
+
+
+def test_every_kind_of_a_vocab_file_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Draft vocabs\n")[1].split("\n## ")[0]
+    paths = ("data/vocab_file.py", "target/vocab.py", "cli/vocab.py", "train/setup.py", "draft/vocab.py")
+    sources = "".join((ROOT / "eagle3" / path).read_text(encoding="utf-8") for path in paths)
+    code = set(re.findall(r'"((?:draft_)?vocab\.[a-z_]+)"', sources)) - {"draft_vocab.d2t", "draft_vocab.t2d"}
+    assert set(re.findall(r"`((?:draft_)?vocab\.[a-z_]+)`", section)) == code

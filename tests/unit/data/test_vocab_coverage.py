@@ -11,7 +11,7 @@ import torch
 
 from eagle3.data.chat import TokenSample
 from eagle3.data.vocab_count import count_samples
-from eagle3.data.vocab_coverage import SIZES, coverage_report, held
+from eagle3.data.vocab_coverage import SIZES, Share, coverage_report, held
 from eagle3.data.vocab_file import VocabFile, read_vocab
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import ProblemsError
@@ -29,16 +29,16 @@ def sample(ids: list[int], source: str | None = None, prompt: int = 0) -> TokenS
 def test_shares_in_all_and_of_each_source_count_supervised_tokens_alone() -> None:
     counts = count_samples([sample([5, 5, 5, 6], "a", prompt=9), sample([7, 7, 8, 9], "b")], 12)
     report = coverage_report(counts, sizes=[1, 2, 5])
-    assert [row.share for row in report.rows] == [3 / 8, 5 / 8, 1.0]
-    assert report.rows[1].by_source == {"a": 3 / 4, "b": 2 / 4}
+    assert [row.overall.share for row in report.rows] == [3 / 8, 5 / 8, 1.0]
+    assert report.rows[1].by_source == {"a": Share(3 / 4), "b": Share(2 / 4)}
     assert (report.tokens, report.distinct, report.samples, report.of) == (8, 5, 2, 2)
-    assert all(row.error is None for row in report.rows)
+    assert all(row.overall.error is None for row in report.rows)
 
 
 def test_forced_tokens_take_their_place_in_every_size() -> None:
     counts = count_samples([sample([5, 5, 6])], 12)
     report = coverage_report(counts, keep_ids=[0, 11], sizes=[1, 2, 3, 13])
-    assert [(row.size, row.share) for row in report.rows] == [(2, 0.0), (3, 2 / 3)]
+    assert [(row.size, row.overall.share) for row in report.rows] == [(2, 0.0), (3, 2 / 3)]
     assert report.left_out == [1, 13] and report.forced == 2
 
 
@@ -70,13 +70,14 @@ def test_the_error_of_a_draw_holds_as_often_as_it_says() -> None:
     for seed in range(60):
         counts = count_samples(samples, VOCAB, share=200, seed=seed)
         [row] = coverage_report(counts, sizes=[400]).rows
-        assert row.error is not None
+        estimate, error = row.overall.share, row.overall.error
+        assert error is not None
         shares = []
         for half in (counts.parts[0::2], counts.parts[1::2]):
-            seen = torch.bincount(torch.cat(half), minlength=VOCAB)
+            seen = torch.bincount(torch.cat([part for _, part in half]), minlength=VOCAB)
             shares.append(held(whole.total, DraftVocab.from_counts(seen, 400)))
-        inside += abs(sum(shares) / 2 - row.share) <= row.error
-        widths.append(row.error)
+        inside += abs(sum(shares) / 2 - estimate) <= error
+        widths.append(error)
     assert 54 <= inside <= 60
     assert 0.002 < sum(widths) / 60 < 0.03
 
@@ -87,7 +88,15 @@ def test_a_draw_says_that_it_is_one_and_is_the_same_for_the_same_seed() -> None:
     assert first == coverage_report(count_samples(samples, VOCAB, share=50, seed=1), sizes=[100])
     assert first != coverage_report(count_samples(samples, VOCAB, share=50, seed=2), sizes=[100])
     assert "50 of 300 samples, drawn at random" in first.render() and "±" in first.render()
-    assert coverage_report(count_samples(samples, VOCAB, share=300), sizes=[100]).rows[0].error is None
+    assert coverage_report(count_samples(samples, VOCAB, share=300), sizes=[100]).rows[0].overall.error is None
+
+
+def test_no_token_of_a_draw_speaks_for_itself() -> None:
+    """Tokens that come once: a vocab of the other half holds none of them; by source likewise."""
+    samples = [sample([number, 1_000], "odd" if number % 2 else "even") for number in range(100)]
+    [row] = coverage_report(count_samples(samples, VOCAB, share=80), sizes=[41]).rows
+    assert row.overall.share == 0.5
+    assert {name: share.share for name, share in row.by_source.items()} == {"odd": 0.5, "even": 0.5}
 
 
 def test_nothing_supervised_is_held_whole() -> None:
