@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle3.config import RegenerateConfig
-from eagle3.data.chat import load_tokenizer
+from eagle3.data.chat import load_tokenizer, template_digest
 from eagle3.data.chat.render import Renderer
 from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
@@ -93,7 +93,7 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
     conversations, skipped = load_conversations(cfg.data)
     prompts, problems = make_prompts(tokenizer, conversations, cfg.data.chat_template_kwargs)
     if not cfg.data.skip_bad:
-        raise_problems(problems, f"{len(problems)} prompts cannot be rendered")
+        raise_problems(problems, f"{len(conversations) - len(prompts)} prompts cannot be rendered")
     longest = min(cfg.data.max_length, files.facts.context_length - 1)
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= longest]
     if not fitting:
@@ -113,7 +113,7 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
         tokens=sum(len(line["answer_ids"]) for line in lines),
         stopped=sum(line["finish"] == "stop" for line in lines),
         too_long=len(prompts) - len(fitting),
-        skipped=skipped.total() + len(problems),
+        skipped=skipped.total() + len(conversations) - len(prompts),
     )
 
 
@@ -125,6 +125,7 @@ def make_prompts(
     """The prompt of each conversation's last turn (an answer that is already there is dropped), and what is wrong
     with those that have none.
     """
+    template_digest(tokenizer)  # no template is one problem, and not one for each conversation
     renderer = Renderer(tokenizer, template_kwargs)
     prompts: list[Prompt] = []
     problems: list[Problem] = []

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.data.chat.render import SplitTurns
 from eagle3.data.chat.rendering import Rendering
 from eagle3.data.chat.report import PrepareReport, TokenSample
+from eagle3.data.chat.tokenizer import template_text
 from eagle3.data.chat.workers import render_all
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, problem_error, raise_problems
@@ -42,14 +43,16 @@ def prepare_samples(
     samples: list[TokenSample] = []
     problems: list[Problem] = []
     names: set[str] = set()
-    report = PrepareReport(total=len(conversations))
+    report, bad = PrepareReport(total=len(conversations)), 0
     kwargs = template_kwargs or {}
+    template_text(tokenizer)  # one problem, and not one for each conversation
     for conversation, rendering in zip(
         conversations, _renderings(tokenizer, conversations, kwargs, split_turns, workers, cache), strict=True
     ):
         found = rendering.problems or _repeated(rendering, names)
         if found:
             problems += found
+            bad += 1
             report.drops.add(found[0].kind, conversation.source)
             continue
         names.update(name for name, _ in rendering.samples)
@@ -69,8 +72,7 @@ def prepare_samples(
         elif len(rendering.samples) <= 1:
             report.drops.add("no supervised token", conversation.source)
     if not skip_bad:
-        count = report.total - report.kept - report.dropped["no supervised token"]
-        raise_problems(problems, f"{count} of {len(conversations)} conversations cannot be rendered")
+        raise_problems(problems, f"{bad} of {len(conversations)} conversations cannot be rendered")
     if not samples:
         message = f"no sample has a supervised token within {max_length} tokens\n{report}"
         fix = "raise data.max_length; prompts without answers need `eagle3 regenerate` first"

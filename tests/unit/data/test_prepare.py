@@ -172,6 +172,19 @@ def test_a_damaged_cache_file_is_named_and_never_read_otherwise(tmp_path: Path) 
     assert refused > 20
 
 
+def test_a_missing_template_is_one_problem() -> None:
+    with pytest.raises(ProblemsError) as error:
+        prepare_samples(tokenizer(None), MANY, 500, skip_bad=True)
+    assert kinds(error.value) == ["chat.no_template"]
+
+
+def test_conversations_that_cannot_be_rendered_are_counted_once_each() -> None:
+    two_faults = talk("<|end|>", "<|end|>", id="both")
+    with pytest.raises(ProblemsError, match="1 of 2 conversations cannot be rendered") as error:
+        prepare_samples(tokenizer(), [two_faults, talk("a" * 600, "x", id="long")], 500)
+    assert kinds(error.value) == ["chat.control_token"] * 2
+
+
 def test_two_bos_are_refused() -> None:
     tok = tokenizer("{{ bos_token }}{{ bos_token }}" + chat_cases.CHATML)
     with pytest.raises(ProblemsError) as error:

@@ -58,6 +58,12 @@ def test_a_vocab_file_beside_a_drafter_whose_vocab_is_kept_is_refused() -> None:
     assert load_config(TrainConfig, None, [*given, "rebuild_vocab=true"]).vocab_file == "v.json"
 
 
+def test_fault_11_another_size_in_the_same_folder_is_chosen_anew(store: Path, tmp_path: Path) -> None:
+    for size in (8, 4, 16):
+        config = train_config(store, tmp_path / "run", draft={"draft_vocab_size": size})
+        assert len(make_setup(config).vocab) == size
+
+
 def test_fault_11_no_size_and_an_old_table_in_the_folder_is_the_full_vocab(store: Path, tmp_path: Path) -> None:
     """A file counts only where it is named."""
     vocab_file(store).write(tmp_path / "run" / "vocab.json")
