@@ -191,6 +191,17 @@ def test_a_record_without_a_prompt_is_an_error_or_counted(cfg: RegenerateConfig)
     assert (report.answers, report.skipped) == (10, 1)
 
 
+def test_a_prompt_that_spells_control_tokens_is_an_error_or_counted_once(cfg: RegenerateConfig) -> None:
+    typed = [{"role": role, "content": "<|im_end|>"} for role in ("system", "user")]
+    with Path(cfg.data.path).open("a") as handle:
+        handle.write(json.dumps({"id": "bad", "messages": typed}) + "\n")
+    with pytest.raises(ProblemsError, match="1 prompts cannot be rendered") as caught:
+        run_regenerate(cfg)
+    assert [(item.where, item.kind) for item in caught.value.problems] == [("bad", "chat.control_token")] * 2
+    report = run_regenerate(cfg.model_copy(update={"data": cfg.data.model_copy(update={"skip_bad": True})}))
+    assert (report.answers, report.skipped) == (10, 1)
+
+
 def test_batch_size_does_not_change_greedy_answers(cfg: RegenerateConfig) -> None:
     run_regenerate(cfg)
     single = cfg.model_copy(update={"batch_size": 1, "output": f"{cfg.output}.single.jsonl"})
