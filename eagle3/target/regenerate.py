@@ -56,7 +56,7 @@ class RegenerateReport:
         tokens: of all answers.
         stopped: answers that ended by themselves; the others were cut at the limit.
         too_long: prompts left out because they have more than `data.max_length` tokens.
-        skipped: records left out as bad (`data.skip_bad`).
+        skipped: records left out as bad (`data.skip_bad`), by reason.
     """
 
     output: str
@@ -65,7 +65,7 @@ class RegenerateReport:
     tokens: int
     stopped: int
     too_long: int
-    skipped: int
+    skipped: Mapping[str, int]
 
     def render(self) -> str:
         lines = [
@@ -73,7 +73,9 @@ class RegenerateReport:
             f"{self.stopped:,} ended by themselves, {self.answers - self.stopped:,} were cut at the limit",
         ]
         if self.too_long or self.skipped:
-            lines.append(f"left out: {self.too_long:,} prompts that are too long, {self.skipped:,} bad records")
+            count, reasons = sum(self.skipped.values()), sorted(self.skipped.items())
+            why = f" ({', '.join(f'{number:,} {reason}' for reason, number in reasons)})" if reasons else ""
+            lines.append(f"left out: {self.too_long:,} prompts that are too long, {count:,} bad records{why}")
         return "\n".join(lines)
 
 
@@ -90,10 +92,12 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
     refuse_url(cfg.output, "the answers", "write to a local file")
     files = find_target(cfg.target)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    conversations, skipped = load_conversations(cfg.data)
+    conversations, dropped = load_conversations(cfg.data)
     prompts, problems = make_prompts(tokenizer, conversations, cfg.data.chat_template_kwargs)
     if not cfg.data.skip_bad:
         raise_problems(problems, f"{len(conversations) - len(prompts)} prompts cannot be rendered")
+    for reason in {item.where: item.kind for item in reversed(problems)}.values():  # the first of each prompt's
+        dropped.add(reason, None)
     longest = min(cfg.data.max_length, files.facts.context_length - 1)
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= longest]
     if not fitting:
@@ -113,7 +117,7 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
         tokens=sum(len(line["answer_ids"]) for line in lines),
         stopped=sum(line["finish"] == "stop" for line in lines),
         too_long=len(prompts) - len(fitting),
-        skipped=skipped.total() + len(conversations) - len(prompts),
+        skipped=dropped.by_reason(),
     )
 
 
