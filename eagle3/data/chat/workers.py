@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +11,6 @@ from multiprocessing import get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import init_hf_modules
 
 from eagle3.data.chat.render import Renderer, SplitTurns
 from eagle3.data.chat.rendering import Rendering
@@ -47,7 +45,7 @@ def render_all(
         yield from (_rendering(renderer, conversation, split_turns) for conversation in conversations)
         return
     chunks = [conversations[begin : begin + _CHUNK] for begin in range(0, len(conversations), _CHUNK)]
-    given = (pickle.dumps(tokenizer), dict(template_kwargs), split_turns)
+    given = (tokenizer, dict(template_kwargs), split_turns)
     try:
         with ProcessPoolExecutor(workers, get_context("spawn"), _start, given) as pool:
             yield from chain.from_iterable(pool.map(_render_chunk, chunks))
@@ -58,10 +56,9 @@ def render_all(
         ) from error
 
 
-def _start(tokenizer: bytes, template_kwargs: dict[str, Any], split_turns: SplitTurns) -> None:
+def _start(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], split_turns: SplitTurns) -> None:
     global _renderer
-    init_hf_modules()  # so that the class of a tokenizer with its own code is found
-    _renderer = Renderer(pickle.loads(tokenizer), template_kwargs), split_turns  # noqa: S301 (the parent's own)
+    _renderer = Renderer(tokenizer, template_kwargs), split_turns
 
 
 def _render_chunk(conversations: Sequence[Conversation]) -> list[Rendering]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import dynamic_module_utils
 
-from eagle3.data.chat import prepare_samples, workers
+from eagle3.data.chat import load_tokenizer, prepare_samples, workers
 from eagle3.data.chat.render import render
 from eagle3.data.conversations import Conversation
 from eagle3.errors import ProblemsError
@@ -90,6 +92,52 @@ def test_several_processes_render_the_same_in_the_same_order() -> None:
     both = prepare_samples(tok, [*MANY, *BAD], 500, skip_bad=True, workers=2)
     assert both[0] == alone[0]
     assert both[1].to_dict() == alone[1].to_dict()
+
+
+OWN_CODE = """
+from transformers import PreTrainedTokenizer
+
+
+class Bytes(PreTrainedTokenizer):
+    vocab_size = 256
+
+    def get_vocab(self):
+        return {f"b{byte}": byte for byte in range(256)} | dict(self.added_tokens_encoder)
+
+    def _tokenize(self, text, **_):
+        return [f"b{byte}" for byte in text.encode()]
+
+    def _convert_token_to_id(self, token):
+        return int(token[1:])
+
+    def _convert_id_to_token(self, index):
+        return f"b{index}"
+
+    def convert_tokens_to_string(self, tokens):
+        return bytes(int(token[1:]) for token in tokens).decode(errors="replace")
+"""
+
+
+def test_a_tokenizer_with_its_own_code_renders_in_several_processes_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi's is one: slow, and of a class that no package has."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenization_own.py").write_text(OWN_CODE)
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Bytes", None]}, "tokenizer_class": "Bytes"}
+    marks = {"eos_token": "<|end|>", "additional_special_tokens": ["<|start|>"], "chat_template": chat_cases.CHATML}
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({**config, **marks}))
+    with pytest.raises(ProblemsError, match="trust_remote_code"):
+        load_tokenizer(str(tmp_path / "tok"))
+    tok = load_tokenizer(str(tmp_path / "tok"), trust_remote_code=True)
+    assert not tok.is_fast
+    alone = prepare_samples(tok, MANY, 500, workers=1)[0]
+    assert prepare_samples(tok, MANY, 500, workers=2, cache=tmp_path / "cache")[0] == alone
+    assert prepare_samples(tok, MANY, 500, workers=1, cache=tmp_path / "cache")[0] == alone
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".parquet"]
 
 
 def test_a_process_that_dies_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
