@@ -16,6 +16,7 @@ import typer
 
 from eagle3 import __version__
 from eagle3.cli.data import data_app
+from eagle3.cli.vocab import vocab_app
 from eagle3.cli.wiring import wiring_app
 from eagle3.cli.work import work_app
 from eagle3.errors import EXIT_PROBLEMS, Eagle3Error, Problem
@@ -77,4 +78,5 @@ def _root(
 
 app.add_typer(work_app)
 app.add_typer(wiring_app, name="wiring")
+app.add_typer(vocab_app, name="vocab")
 app.add_typer(data_app, name="data")

@@ -34,9 +34,9 @@ def problems_as(as_json: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_PROBLEMS) from None
 
 
-def epilog(model: type[Section]) -> str:
-    """The config's fields as help text: one source with the config itself."""
-    lines = [f"{key} [{default}]: {text}" for key, default, text in field_help(model)]
+def epilog(model: type[Section], skip: tuple[str, ...] = ()) -> str:
+    """The config's fields, but for `skip`, as help text: one source with the config itself."""
+    lines = [f"{key} [{default}]: {text}" for key, default, text in field_help(model) if key not in skip]
     return "\b\nConfig keys, with their defaults:\n" + "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`eagle3 data`: hidden-state stores."""
+"""`eagle3 data`: conversations and hidden-state stores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from eagle3.cli.common import (
     problems_as,
     run_config,
 )
-from eagle3.config import ExtractConfig, ImportConfig
+from eagle3.config import ConversationsConfig, ExtractConfig, ImportConfig
 from eagle3.errors import problem_error
-from eagle3.files import is_url
+from eagle3.files import explained_os_errors, is_url, write_text_atomic
 
-data_app = typer.Typer(help="Hidden-state stores.", no_args_is_help=True)
+data_app = typer.Typer(help="Conversations and hidden-state stores.", no_args_is_help=True)
 
 Workers = Annotated[int | None, typer.Option(min=1, help="Files read at a time; default: one a core, 8 at most.")]
 CopyWorkers = Annotated[int, typer.Option(min=1, max=64, help="Files at a time.")]
@@ -107,6 +107,52 @@ def data_inspect(
         print(f"\nsample {name!r}, its supervised tokens {'highlighted' if console.is_terminal else 'as {+this+}'}:")
         text = Text.assemble(*((part, "bold green" if marks else "") for part, marks in parts))
         console.print(text if console.is_terminal else Text(marked(parts)))
+
+
+@data_app.command("show", epilog=epilog(ConversationsConfig, skip=("path",)))
+def data_show(
+    place: Annotated[str, typer.Argument(help="Conversation file, data set or hidden-state store; folder or URL.")],
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target's folder or hub id, for its tokenizer; of a store: as recorded.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Samples to show.")] = 3,
+    sample: Annotated[str | None, typer.Option("--id", help="Show this sample or conversation alone.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page here instead.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="For the tokenizer's code.")] = False,
+    cache: Cache = None,
+    cache_max_bytes: CacheBytes = None,
+) -> None:
+    """Samples token by token, the supervised ones highlighted."""
+    from eagle3.data.show.find import find_samples
+    from eagle3.data.show.page import samples_page
+    from eagle3.data.show.terminal import print_samples
+
+    found = find_samples(
+        place,
+        overrides or [],
+        target=target,
+        limit=limit,
+        sample_id=sample,
+        trust_remote_code=trust_remote_code,
+        cache=cache_section(cache, cache_max_bytes),
+    )
+    if html is None:
+        print_samples(found.samples, found.about, Console(highlight=False, soft_wrap=True))
+        return
+    with explained_os_errors(html):
+        write_text_atomic(html, samples_page(found.samples, found.about))
+    print(f"{html}: {len(found.samples):,} samples")
+
+
+@data_app.command("check", epilog=epilog(ExtractConfig))
+def data_check(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """What would become of an extraction's conversations: kept, dropped and why, by source; exit code 0 or 2."""
+    from eagle3.target.source import check_data
+
+    with problems_as(as_json):
+        report = check_data(run_config(ExtractConfig, config, overrides))
+    print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) if as_json else report)
 
 
 @data_app.command("merge")

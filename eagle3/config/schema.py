@@ -43,7 +43,16 @@ class ConversationsConfig(Section):
     """Where conversations come from and how they become token ids."""
 
     path: PathText
-    """JSONL or Parquet file of conversations (`messages`, or `prompt` for regeneration)."""
+    """File of conversations or prompts (.jsonl, .json, .parquet, .csv or .txt), here or at a URL such as
+    `hf://datasets/...`; with `split`, a data set's id on the Hub, or its folder."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompts"] = "auto"
+    """How its records are written, see docs/data.md; `auto` tells by their columns."""
+    split: str | None = None
+    """Split of a data set, e.g. `train`."""
+    subset: str | None = None
+    """Subset (configuration) of a data set, where it has several."""
+    revision: str | None = None
+    """Revision of a data set on the Hub (commit, tag or branch)."""
     limit: PositiveInt | None = None
     """Use only the first so many conversations."""
     max_length: PositiveInt = 2048
@@ -52,6 +61,13 @@ class ConversationsConfig(Section):
     """Skip and count conversations that cannot be rendered, instead of stopping."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra arguments for the chat template, e.g. `{"enable_thinking": false}`."""
+    split_turns: Literal["auto", "always", "never"] = "auto"
+    """A sample for each answer of a conversation; `auto`: where the chat template rewrites earlier turns, as thinking
+    ones do, which is refused with `never`."""
+    workers: PositiveInt | None = None
+    """Processes that render; default: one below 4,000 conversations, else one a core, 8 at most."""
+    cache: PathText | None = None
+    """Folder in which to keep what was rendered, under a digest of all that it depends on; default: it is not kept."""
 
 
 class RegenerateConfig(Section):

@@ -228,6 +228,9 @@ class TrainConfig(Section):
     """Output indices that the drafter in `init_from` was trained on, where its config.json leaves that open."""
     rebuild_vocab: bool = False
     """Count the draft vocab anew and move the rows of its head, in place of keeping that of `init_from`."""
+    vocab_file: PathText | None = None
+    """Draft vocab that `eagle3 vocab make` wrote, in place of the most frequent tokens of the dataset; its length is
+    `draft.draft_vocab_size`, if both are given."""
     draft: DraftSection = Field(default_factory=DraftSection)
     ttt: TTTSection = Field(default_factory=TTTSection)
     optim: OptimSection = Field(default_factory=OptimSection)
@@ -311,6 +314,8 @@ class TrainConfig(Section):
         given = [name for name in ("init_layers", "rebuild_vocab") if getattr(self, name) not in (None, False)]
         if self.init_from is None and given:
             raise ValueError(f"{' and '.join(given)} without init_from: there is no drafter to start from")
+        if self.vocab_file is not None and self.init_from is not None and not self.rebuild_vocab:
+            raise ValueError("vocab_file with init_from, whose vocab is kept: pass rebuild_vocab=true too")
         return self
 
     @model_serializer(mode="wrap")

@@ -161,7 +161,7 @@ class RemoteFolder:
                 return action()
             except Eagle3Error:
                 raise
-            except _client_errors() as error:
+            except client_errors() as error:
                 if problem := _lasting(where, error):
                     raise problem from error
                 if wait is None:
@@ -193,7 +193,7 @@ def _at_commit(file_system: Any, path: str, url: str) -> str:
     return f"{kind}{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/")
 
 
-def _client_errors() -> tuple[type[BaseException], ...]:
+def client_errors() -> tuple[type[BaseException], ...]:
     """What the clients that are loaded raise when a request fails."""
     loaded = [(sys.modules[module], name) for module, name in _CLIENT_ERRORS if module in sys.modules]
     return (OSError, TimeoutError, ValueError, *(getattr(module, name) for module, name in loaded))

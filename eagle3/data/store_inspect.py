@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.config import CacheSection
-from eagle3.data.chat import load_tokenizer, tokenizer_digest
+from eagle3.data.chat import Tokenizer, load_tokenizer, tokenizer_digest
 from eagle3.data.open_reader import open_reader
+from eagle3.data.show.printable import printable
+from eagle3.data.store import StoreReader
 from eagle3.data.store_format import Manifest, SampleInfo, load_manifest
 from eagle3.errors import problem_error
 from eagle3.files import is_url
@@ -122,16 +123,29 @@ def sample_parts(
         fix = f"give one of its {len(ids):,} samples, e.g. {ids[0]}"
         raise problem_error(str(folder), "inspect.no_sample", f"holds no sample {sample_id!r}", fix)
     index = 0 if sample_id is None else ids.index(sample_id)
-    path = target or recorded_target(load_manifest(reader.folder)) or reader.contract.target_name
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    if (digest := tokenizer_digest(tokenizer)) != reader.contract.tokenizer_digest:
-        message = f"its tokenizer is {digest}, the store's ids are of {reader.contract.tokenizer_digest}"
-        raise problem_error(path, "inspect.other_tokenizer", message, "give the target that the store was made with")
+    tokenizer = store_tokenizer(reader, target, trust_remote_code)
     tokens, mask = (tensor.tolist() for tensor in reader.read_tokens(index))
     runs = groupby(zip(tokens, mask, strict=True), key=lambda item: item[1])
     return ids[index], [
         (printable(str(tokenizer.decode([token for token, _ in run]))), supervised) for supervised, run in runs
     ]
+
+
+def store_tokenizer(reader: StoreReader, target: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer that made a store's ids.
+
+    Args:
+        target: folder or hub id of the target; default: where extraction read it.
+
+    Raises:
+        ProblemsError: it cannot be loaded, or is another one.
+    """
+    path = target or recorded_target(load_manifest(reader.folder)) or reader.contract.target_name
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    if (digest := tokenizer_digest(tokenizer)) != reader.contract.tokenizer_digest:
+        message = f"its tokenizer is {digest}, the store's ids are of {reader.contract.tokenizer_digest}"
+        raise problem_error(path, "inspect.other_tokenizer", message, "give the target that the store was made with")
+    return tokenizer
 
 
 def sample_dict(sample_id: str, parts: Sequence[Part]) -> dict[str, Any]:
@@ -179,11 +193,3 @@ def _bars(buckets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-
-
-def printable(text: str) -> str:
-    """Text whose control characters are spelled out, but for line ends and tabs."""
-    return "".join(
-        character if character in "\n\t" or unicodedata.category(character)[0] != "C" else f"\\u{ord(character):04x}"
-        for character in text
-    )

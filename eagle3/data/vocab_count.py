@@ -1,15 +1,47 @@
-"""How often each target token is supervised: what the draft vocab is chosen from.
+"""How often each token is supervised: what the draft vocab is chosen from.
 
 Shapes: V target vocab, T tokens of a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
 
 import torch
 
+from eagle3.data.chat import TokenSample
 from eagle3.data.store import StoreReader
+
+
+@dataclass
+class SupervisedCounts:
+    """Occurrences of each target id at supervised positions.
+
+    Attributes:
+        total: int64 [V].
+        by_source: int64 [V] of each source, where samples name one.
+        samples: how many were counted.
+        of: how many there are.
+        keeps_parts: only a share of them is counted, and `parts` are its samples' sources and supervised ids.
+    """
+
+    total: torch.Tensor
+    of: int
+    keeps_parts: bool
+    by_source: dict[str, torch.Tensor] = field(default_factory=dict)
+    samples: int = 0
+    parts: list[tuple[str | None, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, supervised: torch.Tensor, source: str | None) -> None:
+        """Counts a sample's supervised ids."""
+        self.samples += 1
+        _add(self.total, supervised)
+        if source is not None:
+            _add(self.by_source.setdefault(source, torch.zeros_like(self.total)), supervised)
+        if self.keeps_parts:
+            self.parts.append((source, supervised))
 
 
 def count_supervised(reader: StoreReader, indices: Iterable[int] | None = None) -> torch.Tensor:
@@ -22,14 +54,51 @@ def count_supervised(reader: StoreReader, indices: Iterable[int] | None = None) 
         indices: samples to count (default: all), e.g. the training part.
     """
     chosen = list(range(len(reader)) if indices is None else indices)
-    with reader.ahead([[index] for index in chosen], tokens_only=True):
-        return count_tokens(map(reader.read_tokens, chosen), reader.contract.vocab_size)
+    return count_tokens(_store_tokens(reader, chosen), reader.contract.vocab_size)
 
 
 def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:
     """int64 [V]: occurrences of each target id at supervised positions of samples: integers [T] and bool [T] each."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for input_ids, loss_mask in samples:
-        supervised = input_ids[loss_mask].long()
-        counts.index_add_(0, supervised, torch.ones_like(supervised))
+        _add(counts, input_ids[loss_mask].long())
     return counts
+
+
+def count_store(reader: StoreReader, share: int | None = None, seed: int = 0) -> SupervisedCounts:
+    """Counts of a store, or of `share` of its samples, drawn at random by `seed`."""
+    chosen = draw(len(reader), share, seed)
+    counts = _empty(reader.contract.vocab_size, len(chosen), len(reader))
+    for input_ids, loss_mask in _store_tokens(reader, chosen):
+        counts.add(input_ids[loss_mask].long(), None)
+    return counts
+
+
+def count_samples(
+    samples: Sequence[TokenSample], vocab_size: int, share: int | None = None, seed: int = 0
+) -> SupervisedCounts:
+    """Counts of rendered conversations by source, or of `share` of them, drawn at random by `seed`."""
+    chosen = draw(len(samples), share, seed)
+    counts = _empty(vocab_size, len(chosen), len(samples))
+    for index in chosen:
+        ids, mask = samples[index].input_ids, samples[index].loss_mask
+        counts.add(torch.tensor(ids)[torch.tensor(mask, dtype=torch.bool)].long(), samples[index].source)
+    return counts
+
+
+def draw(count: int, share: int | None, seed: int) -> list[int]:
+    """All numbers below `count`, or `share` of them in random order."""
+    return list(range(count)) if share is None or share >= count else Random(seed).sample(range(count), share)
+
+
+def _store_tokens(reader: StoreReader, chosen: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    with reader.ahead([[index] for index in chosen], tokens_only=True):
+        yield from map(reader.read_tokens, chosen)
+
+
+def _empty(vocab_size: int, samples: int, of: int) -> SupervisedCounts:
+    return SupervisedCounts(torch.zeros(vocab_size, dtype=torch.int64), of, keeps_parts=samples < of)
+
+
+def _add(counts: torch.Tensor, supervised: torch.Tensor) -> None:
+    counts.index_add_(0, supervised, torch.ones_like(supervised))

@@ -127,10 +127,7 @@ def usable_samples(source: Source, files: TargetFiles) -> list[TokenSample]:
             usable.append(sample)
             continue
         problems.append(problem)
-        prepared.dropped[problem.kind] += 1
-        prepared.kept -= 1
-        prepared.tokens -= len(sample.input_ids)
-        prepared.supervised_tokens -= sum(sample.loss_mask)
+        prepared.take_out(sample, problem.kind)
     if not source.skip_bad or not usable:
         raise_problems(problems, f"{len(problems)} of {len(source.samples)} samples cannot be used")
     return usable

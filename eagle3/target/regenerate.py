@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle3.config import RegenerateConfig
-from eagle3.data.chat import load_tokenizer, render_prompt
+from eagle3.data.chat import load_tokenizer, template_digest
+from eagle3.data.chat.render import Renderer
 from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 from eagle3.files import refuse_url
@@ -55,7 +56,7 @@ class RegenerateReport:
         tokens: of all answers.
         stopped: answers that ended by themselves; the others were cut at the limit.
         too_long: prompts left out because they have more than `data.max_length` tokens.
-        skipped: records left out as bad (`data.skip_bad`).
+        skipped: records left out as bad (`data.skip_bad`), by reason.
     """
 
     output: str
@@ -64,7 +65,7 @@ class RegenerateReport:
     tokens: int
     stopped: int
     too_long: int
-    skipped: int
+    skipped: Mapping[str, int]
 
     def render(self) -> str:
         lines = [
@@ -72,7 +73,9 @@ class RegenerateReport:
             f"{self.stopped:,} ended by themselves, {self.answers - self.stopped:,} were cut at the limit",
         ]
         if self.too_long or self.skipped:
-            lines.append(f"left out: {self.too_long:,} prompts that are too long, {self.skipped:,} bad records")
+            count, reasons = sum(self.skipped.values()), sorted(self.skipped.items())
+            why = f" ({', '.join(f'{number:,} {reason}' for reason, number in reasons)})" if reasons else ""
+            lines.append(f"left out: {self.too_long:,} prompts that are too long, {count:,} bad records{why}")
         return "\n".join(lines)
 
 
@@ -89,10 +92,12 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
     refuse_url(cfg.output, "the answers", "write to a local file")
     files = find_target(cfg.target)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    conversations, skipped = load_conversations(cfg.data)
+    conversations, dropped = load_conversations(cfg.data)
     prompts, problems = make_prompts(tokenizer, conversations, cfg.data.chat_template_kwargs)
     if not cfg.data.skip_bad:
-        raise_problems(problems, f"{len(problems)} prompts cannot be rendered")
+        raise_problems(problems, f"{len(conversations) - len(prompts)} prompts cannot be rendered")
+    for reason in {item.where: item.kind for item in reversed(problems)}.values():  # the first of each prompt's
+        dropped.add(reason, None)
     longest = min(cfg.data.max_length, files.facts.context_length - 1)
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= longest]
     if not fitting:
@@ -112,7 +117,7 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
         tokens=sum(len(line["answer_ids"]) for line in lines),
         stopped=sum(line["finish"] == "stop" for line in lines),
         too_long=len(prompts) - len(fitting),
-        skipped=skipped.total() + len(problems),
+        skipped=dropped.by_reason(),
     )
 
 
@@ -124,6 +129,8 @@ def make_prompts(
     """The prompt of each conversation's last turn (an answer that is already there is dropped), and what is wrong
     with those that have none.
     """
+    template_digest(tokenizer)  # no template is one problem, and not one for each conversation
+    renderer = Renderer(tokenizer, template_kwargs)
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for conversation in conversations:
@@ -133,7 +140,7 @@ def make_prompts(
             continue
         asked = Conversation(conversation.id, messages, conversation.tools, source=conversation.source)
         try:
-            prompts.append(Prompt(asked, render_prompt(tokenizer, messages, asked.tools, template_kwargs)))
+            prompts.append(Prompt(asked, renderer.prompt(messages, asked.tools, "prompt")))
         except ProblemsError as error:
             problems += (Problem(conversation.id, item.kind, item.message, item.fix) for item in error.problems)
     return prompts, problems

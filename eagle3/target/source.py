@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import ConversationsConfig, ExtractConfig
-from eagle3.data.chat import PrepareReport, TokenSample, prepare_samples, tokenizer_digest
+from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, prepare_samples, tokenizer_digest
 from eagle3.data.conversations import load_conversations
 from eagle3.data.open_reader import open_reader
 from eagle3.errors import Problem, raise_problems
 from eagle3.files import is_url
 from eagle3.target.identity import conversations_digest
+from eagle3.target.resolve import find_target
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,36 @@ def read_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     return _from_conversations(cfg.data, tokenizer)
 
 
+def check_data(cfg: ExtractConfig) -> PrepareReport:
+    """What would become of `cfg`'s samples; reads the target's tokenizer and no weights.
+
+    Raises:
+        ProblemsError: as `read_source`.
+    """
+    files = find_target(cfg.target, weights=False)
+    tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
+    return read_source(cfg, tokenizer).prepared
+
+
 def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
     conversations, bad_records = load_conversations(data)
     samples, prepared = prepare_samples(
-        tokenizer, conversations, data.max_length, data.skip_bad, data.chat_template_kwargs
+        tokenizer,
+        conversations,
+        data.max_length,
+        data.skip_bad,
+        data.chat_template_kwargs,
+        data.split_turns,
+        data.workers,
+        None if data.cache is None else Path(data.cache),
     )
     prepared.total += bad_records.total()
-    prepared.dropped.update(bad_records)
+    prepared.drops.update(bad_records)
     settings = {
         "conversations": conversations_digest(conversations),
         "max_length": data.max_length,
         "chat_template_kwargs": data.chat_template_kwargs,
+        **({} if data.split_turns == "auto" else {"split_turns": data.split_turns}),
     }
     return Source(samples, prepared, settings, data.skip_bad)
 
@@ -81,6 +101,7 @@ def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     prepared = PrepareReport(
         total=len(samples),
         kept=len(samples),
+        samples=len(samples),
         tokens=tokens,
         supervised_tokens=sum(info.supervised for info in reader.samples),
     )

@@ -11,9 +11,10 @@ from typing import Any
 
 from eagle3.config import TargetConfig, TrainConfig
 from eagle3.data.chat import load_tokenizer, tokenizer_digest
+from eagle3.data.show.printable import printable
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import load_manifest
-from eagle3.data.store_inspect import printable, recorded_target
+from eagle3.data.store_inspect import recorded_target
 from eagle3.draft.ttt import TTTLoss
 from eagle3.errors import ProblemsError
 from eagle3.evaluate.shown import Shown, show

@@ -16,6 +16,8 @@ from eagle3.data.chat import load_tokenizer, template_digest, tokenizer_digest
 from eagle3.data.open_reader import open_reader
 from eagle3.data.ring_reader import RingReader
 from eagle3.data.target_argmax import make_target_head
+from eagle3.data.vocab_coverage import held
+from eagle3.data.vocab_file import read_vocab
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.init import init_layer_from_target, start_fc_at_last_slot
 from eagle3.draft.loss import TargetHead
@@ -136,13 +138,16 @@ def check_dataset_contract(config: TrainConfig, contract: WiringContract) -> lis
 def choose_vocab(config: TrainConfig, train: TrainSamples, warm: WarmStart | None) -> tuple[DraftVocab, float]:
     """The draft vocab and the share of supervised training tokens that it holds.
 
-    That of the drafter which the run starts from, unless it is to be rebuilt; else counted over the training samples of
-    this very dataset, and the target's special tokens are kept.
+    That of `vocab_file`, or of the drafter which the run starts from, unless it is to be rebuilt; else counted over the
+    training samples of this very dataset, and the target's special tokens are kept.
     """
     reader, size = train.reader, vocab_size(config, warm)
     if size is None:
         return DraftVocab.full(reader.contract.vocab_size), 1.0
     counts = train.count_supervised()
+    if config.vocab_file is not None:
+        vocab = given_vocab(config.vocab_file, reader.contract, config.draft.draft_vocab_size)
+        return vocab, held(counts, vocab)
     if warm is not None and not warm.rebuild:
         return warm.vocab, float(counts[warm.vocab.ids].sum() / counts.sum())
     keep_ids = reader.settings.get("keep_ids")
@@ -154,8 +159,30 @@ def choose_vocab(config: TrainConfig, train: TrainSamples, warm: WarmStart | Non
     return vocab, float(counts[vocab.ids].sum() / counts.sum())
 
 
+def given_vocab(path: str, contract: WiringContract, size: int | None) -> DraftVocab:
+    """The draft vocab of a file.
+
+    Raises:
+        ProblemsError: it cannot be read; kinds `vocab.other_tokenizer`, `vocab.size`.
+    """
+    found, problems = read_vocab(Path(path)), []
+    of = (found.vocab.vocab_size, found.tokenizer_digest)
+    if of != (contract.vocab_size, contract.tokenizer_digest):
+        message = (
+            f"is of {of[0]} tokens of {of[1]}, the dataset of {contract.vocab_size} of {contract.tokenizer_digest}"
+        )
+        problems.append(Problem(path, "vocab.other_tokenizer", message, "make it from this dataset"))
+    if size not in (None, len(found.vocab)):
+        message = f"holds {len(found.vocab)} tokens, draft.draft_vocab_size is {size}"
+        problems.append(Problem(path, "vocab.size", message, f"pass draft.draft_vocab_size={len(found.vocab)}"))
+    raise_problems(problems)
+    return found.vocab
+
+
 def vocab_size(config: TrainConfig, warm: WarmStart | None) -> int | None:
     """Entries of the draft vocab; None for the target's whole one."""
+    if config.vocab_file is not None:
+        return len(read_vocab(Path(config.vocab_file)).vocab)
     if warm is None:
         return config.draft.draft_vocab_size
     return (config.draft.draft_vocab_size if warm.rebuild else None) or len(warm.vocab)

@@ -69,6 +69,8 @@ def tokenizer(
     special: Sequence[str] = SPECIAL,
     merges: Sequence[tuple[str, str]] = (),
     adds_bos: bool = False,
+    bos_token: str | None = "<s>",
+    eos_token: str = "</s>",
 ) -> PreTrainedTokenizerFast:
     """One token for each byte (ids 0 to 255), for each merge, and for each special token."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
@@ -80,7 +82,9 @@ def tokenizer(
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos_token, eos_token=eos_token, chat_template=template
+    )
 
 
 def talk(*contents: str, system: str | None = None, **changes: Any) -> Conversation:

@@ -1,7 +1,10 @@
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from eagle3.config import ConversationsConfig
@@ -92,7 +95,7 @@ def test_fault_01_an_unknown_role_is_an_error_or_a_counted_skip(tmp_path: Path) 
     assert kinds(error.value) == ["conversations.role"]
     conversations, dropped = load_conversations(ConversationsConfig(path=path, skip_bad=True))
     assert [conversation.id for conversation in conversations] == ["a"]
-    assert dropped == {"conversations.role": 1}
+    assert dropped.by_reason() == {"conversations.role": 1}
 
 
 @pytest.mark.parametrize(
@@ -170,13 +173,19 @@ def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "data.xml").write_text("a,b")
+    (tmp_path / "broken.json").write_text('[{"prompt": "Hi"},')
+    (tmp_path / "broken.csv").write_text('prompt\n"Hi')
+    (tmp_path / "latin.json").write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "Grüße"}\n'.encode("latin-1"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no, it is not")
     expected = {
-        "data.csv": "conversations.file_type",
+        "data.xml": "conversations.file_type",
+        "broken.json": "conversations.unreadable",
+        "broken.csv": "conversations.unreadable",
+        "latin.json": "conversations.unreadable",
         "absent.jsonl": "file.missing",
         "empty.jsonl": "conversations.empty",
         "blank.jsonl": "conversations.empty",
@@ -187,6 +196,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(ProblemsError, match=name) as error:
             load(str(tmp_path / name))
         assert kinds(error.value) == [kind], name
+
+
+def test_no_server_is_asked_about_a_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> None:
+        raise AssertionError("it asks a server")
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([talk()]), path)
+    assert load(str(path)) == load(jsonl(tmp_path, talk()))
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
@@ -209,7 +228,7 @@ def test_half_of_a_surrogate_pair_is_refused_outside_messages_too(tmp_path: Path
     assert kinds(error.value) == ["conversations.content"]
 
 
-def test_full_shared_memory_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shared_memory_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def full(*_: object, **__: object) -> None:
@@ -217,6 +236,6 @@ def test_full_shared_memory_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(datasets, "load_dataset", full)
     with pytest.raises(ProblemsError) as error:
-        load(jsonl(tmp_path, talk()))
+        load("me/chats", split="train")
 
     assert kinds(error.value) == ["disk.full"]

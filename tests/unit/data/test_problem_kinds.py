@@ -90,3 +90,33 @@ def test_every_kind_of_a_warm_start_is_documented_and_no_other() -> None:
     sizes = ("hidden_size", "target_hidden_size", "vocab_size", "num_aux")  # what `init.{name}` is put together from
     assert 'f"init.{name}"' in text and all(f'        "{name}": (shape.' in text for name in sizes)
     assert documented == set(re.findall(r'"(init\.[a-z_]+)"', text)) | {f"init.{name}" for name in sizes}
+
+
+def test_every_kind_of_conversations_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Conversations\n")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`((?:conversations|chat|show)\.[a-z_]+)`", section))
+    paths = [*(ROOT / "eagle3/data").glob("*/*.py"), *(ROOT / "eagle3/data").glob("*.py")]
+    sources = {path: path.read_text(encoding="utf-8") for path in paths}
+    code = {
+        kind for source in sources.values() for kind in re.findall(r'"((?:conversations|chat|show)\.[a-z_]+)"', source)
+    }
+    # A fault gives the second part.
+    faults = [
+        source for path, source in sources.items() if path.parent.name == "formats" or path.stem == "conversations"
+    ]
+    for source in faults:
+        code |= {
+            f"conversations.{kind}"
+            for kind in re.findall(r'(?:append\(|return |\[|else )\(?"([a-z_]+)", (?:f?"|text)', source)
+        }
+    assert len(code) > 30 and code == documented
+
+
+def test_every_kind_of_a_vocab_file_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Draft vocabs\n")[1].split("\n## ")[0]
+    paths = ("data/vocab_file.py", "target/vocab.py", "cli/vocab.py", "train/setup.py", "draft/vocab.py")
+    sources = "".join((ROOT / "eagle3" / path).read_text(encoding="utf-8") for path in paths)
+    code = set(re.findall(r'"((?:draft_)?vocab\.[a-z_]+)"', sources)) - {"draft_vocab.d2t", "draft_vocab.t2d"}
+    assert set(re.findall(r"`((?:draft_)?vocab\.[a-z_]+)`", section)) == code

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eagle3.config import ExtractConfig
+from eagle3.data.chat import load_tokenizer
 from eagle3.data.store_format import MANIFEST_FILE
 from eagle3.errors import ProblemsError
 from eagle3.target import extract
@@ -153,10 +154,11 @@ def test_resume_with_another_tokenizer_or_template_is_refused(cfg: ExtractConfig
 
 def test_only_text_is_extracted_from_kimi(tiny_target: TinyTarget, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "data.jsonl", 2)
-    picture = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>What is this?"
-    messages = [{"role": "user", "content": picture}, {"role": "assistant", "content": "A cat."}]
+    tokenizer = load_tokenizer(str(tiny_target("kimi")))
+    messages = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A cat."}]
+    answer = tokenizer("A cat.<|media_pad|>", add_special_tokens=False)["input_ids"]
     with data.open("a") as handle:
-        handle.write(json.dumps({"id": "picture", "messages": messages}) + "\n")
+        handle.write(json.dumps({"id": "picture", "messages": messages, "answer_ids": answer}) + "\n")
     cfg = extract_config(tiny_target("kimi"), data, tmp_path / "store", output_indices=[2, 30, 58])
     with pytest.raises(ProblemsError) as caught:
         make_plan(cfg)

@@ -188,7 +188,19 @@ def test_a_record_without_a_prompt_is_an_error_or_counted(cfg: RegenerateConfig)
         run_regenerate(cfg)
     skipping = cfg.model_copy(update={"data": cfg.data.model_copy(update={"skip_bad": True})})
     report = run_regenerate(skipping)
-    assert (report.answers, report.skipped) == (10, 1)
+    assert (report.answers, report.skipped) == (10, {"chat.assistant_first": 1})
+
+
+def test_a_prompt_that_spells_control_tokens_is_an_error_or_counted_once(cfg: RegenerateConfig) -> None:
+    typed = [{"role": role, "content": "<|im_end|>"} for role in ("system", "user")]
+    with Path(cfg.data.path).open("a") as handle:
+        handle.write(json.dumps({"id": "bad", "messages": typed}) + "\n")
+    with pytest.raises(ProblemsError, match="1 prompts cannot be rendered") as caught:
+        run_regenerate(cfg)
+    assert [(item.where, item.kind) for item in caught.value.problems] == [("bad", "chat.control_token")] * 2
+    report = run_regenerate(cfg.model_copy(update={"data": cfg.data.model_copy(update={"skip_bad": True})}))
+    assert (report.answers, report.skipped) == (10, {"chat.control_token": 1})
+    assert "1 bad records (1 chat.control_token)" in report.render()
 
 
 def test_batch_size_does_not_change_greedy_answers(cfg: RegenerateConfig) -> None:
