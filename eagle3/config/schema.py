@@ -65,7 +65,7 @@ class ConversationsConfig(Section):
     """A sample for each answer of a conversation; `auto`: where the chat template rewrites earlier turns, as thinking
     ones do, which is refused with `never`."""
     workers: PositiveInt | None = None
-    """Processes that render; default: one below 4,000 conversations, else one a core, 8 at most."""
+    """Processes that render; default: one below 20,000 conversations, else one a core, 8 at most."""
     cache: PathText | None = None
     """Folder in which to keep what was rendered, under a digest of all that it depends on; default: it is not kept."""
 

@@ -17,7 +17,7 @@ from eagle3.data.chat.rendering import Rendering
 from eagle3.data.conversations import Conversation
 from eagle3.errors import ProblemsError, problem_error
 
-_MANY = 4_000
+_MANY = 20_000
 """Conversations from which starting processes (a few seconds) pays."""
 _MOST = 8
 _CHUNK = 64
@@ -50,7 +50,7 @@ def render_all(
         with ProcessPoolExecutor(workers, get_context("spawn"), _start, given) as pool:
             yield from chain.from_iterable(pool.map(_render_chunk, chunks))
     except BrokenProcessPool as error:
-        fix = "give them more memory, or pass data.workers=1"
+        fix = 'give them more memory, put the script\'s work behind `if __name__ == "__main__"`, or pass data.workers=1'
         raise problem_error(
             "data.workers", "chat.worker_died", f"a process that renders ended: {error}", fix
         ) from error
