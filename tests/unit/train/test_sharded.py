@@ -99,7 +99,8 @@ def engine(request: pytest.FixtureRequest, single: Path) -> str:
     write("rounded", config_for(single, "plain", name, rounded, "rounded"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = [str(Path(__file__).with_name("sharded_worker.py")), str(configs), name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     subprocess.run([*command, *worker], check=True, cwd=ROOT, env=environment, timeout=250)
     return name
 
