@@ -38,7 +38,8 @@ def write_prompts(path: Path) -> Path:
 
 @pytest.fixture
 def cfg(tiny_target: TinyTarget, tmp_path: Path) -> RegenerateConfig:
-    return regenerate_config(tiny_target("llama"), write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.jsonl")
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    return regenerate_config(tiny_target("llama"), prompts, tmp_path / "out.jsonl", turns="last")
 
 
 def read(path: str) -> list[dict]:
@@ -142,7 +143,7 @@ def test_resume_under_other_settings_lists_each(cfg: RegenerateConfig, monkeypat
     )
     with pytest.raises(ProblemsError) as caught:
         run_regenerate(other)
-    words = ["max_new_tokens", "temperature", "seed", "conversations", "chat_template_kwargs.thinking", "target.dtype"]
+    words = ["max_new_tokens", "temperature", "seed", "chat_template_kwargs.thinking", "target.dtype"]
     messages = [problem.message for problem in caught.value.problems]
     assert len(messages) == len(words)
     for word in words:
