@@ -43,7 +43,7 @@ def names_of(cfg: RegenerateConfig, files: TargetFiles) -> frozenset[str]:
 
 
 async def identify(server: Server, wanted: Wanted) -> str:
-    """Sets `server.api` and `server.model`, or `server.wrong` if it does not serve the target.
+    """Sets `server.api`, `server.model` and `server.known`, or `server.wrong` if it does not serve the target.
 
     Returns:
         What was found, for people.
@@ -60,8 +60,11 @@ async def identify(server: Server, wanted: Wanted) -> str:
             if forced == "sglang":
                 return _refuse(server, "server.not_sglang", f"is no SGLang: /model_info answers {status}", _ANOTHER)
     if info is not None:
-        return await _identify_sglang(server, wanted, info)
-    return await _identify_openai(server, wanted)
+        found = await _identify_sglang(server, wanted, info)
+    else:
+        found = await _identify_openai(server, wanted)
+    server.known = not server.wrong
+    return found
 
 
 async def _identify_sglang(server: Server, wanted: Wanted, info: Mapping[str, Any]) -> str:
@@ -115,7 +118,6 @@ async def _identify_openai(server: Server, wanted: Wanted) -> str:
             reply = await server.ask(asked, wanted.sampling)
         except RefusedError as error:
             refusals.append(str(error))
-            server.api = None
             continue
         sent = "messages, from which it makes as many tokens as the target's template" if api == "chat" else "token ids"
         gives = "text only: answers are tokenized again" if reply.ids is None else "token ids"
@@ -142,7 +144,6 @@ def _last(name: str) -> str:
 
 
 def _refuse(server: Server, kind: str, message: str, fix: str) -> str:
-    server.api = None
     server.wrong = [Problem(server.url, kind, message, fix)]
     return f"{server.url}: {message}"
 

@@ -84,7 +84,7 @@ class Pool:
         """
         found = await asyncio.gather(*(self._first_look(server) for server in self.servers))
         raise_problems([problem for server in self.servers for problem in server.wrong])
-        if all(server.api is None for server in self.servers):
+        if not any(server.known for server in self.servers):
             raise ProblemsError(Problem(item.url, "server.down", item.last_fault, _START) for item in self.servers)
         return found
 
@@ -100,10 +100,10 @@ class Pool:
             server = await self._take()
             started = time.monotonic()
             try:
-                if server.api is None:
+                if not server.known:
                     note = await identify(server, self._wanted)
-                    print(f"note: again at work: {note}" if server.api else f"note: left out: {note}", file=sys.stderr)
-                if server.api is None:
+                    print(f"note: {'again at work' if server.known else 'left out'}: {note}", file=sys.stderr)
+                if not server.known:
                     continue
                 reply = await server.ask(asked, self._wanted.sampling)
             except LockedOutError as error:

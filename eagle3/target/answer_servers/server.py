@@ -51,7 +51,8 @@ class Server:
     Attributes:
         url: without a path.
         http: of all servers.
-        api, model: how it is asked and for what, once that was found out.
+        api, model: how it is asked and for what.
+        known: these were found out, and since then it was always there.
         wrong: why it must not be asked.
         in_flight: requests to it.
         answers, faults: how many it gave, and how often it failed.
@@ -65,6 +66,7 @@ class Server:
     http: httpx.AsyncClient
     api: Api | None = None
     model: str | None = None
+    known: bool = False
     wrong: list[Problem] = field(default_factory=list)
     in_flight: int = 0
     answers: int = 0
@@ -81,7 +83,7 @@ class Server:
 
     def room(self, now: float) -> bool:
         """Whether it may be sent a request: one at a time after it was silent."""
-        most = 1 if self.silent or self.api is None else self.cfg.concurrency
+        most = 1 if self.silent or not self.known else self.cfg.concurrency
         return not self.wrong and now >= self.rests_until and self.in_flight < most
 
     async def ask(self, asked: Asked, sampling: Sampling) -> Reply:
@@ -90,12 +92,13 @@ class Server:
         Raises:
             UnavailableError, FaultyError, RefusedError, LockedOutError: there is none.
         """
-        assert self.api is not None
-        status, value = await self.fetch("POST", self.api.path, self.api.body(asked, sampling, self.model))
+        api = self.api
+        assert api is not None
+        status, value = await self.fetch("POST", api.path, api.body(asked, sampling, self.model))
         if status != 200:
             raise RefusedError(f"{self.url} refuses it ({status}): {said(value)}")
         try:
-            return self.api.read(value, asked, sampling)
+            return api.read(value, asked, sampling)
         except OtherPromptError as error:
             raise RefusedError(f"{self.url} {error}") from None
         except FaultyReplyError as error:
@@ -141,7 +144,7 @@ class Server:
         now = time.monotonic()
         self.faults += 1
         self.last_fault = str(error)
-        self.api = None  # whoever comes back may be another
+        self.known = False  # whoever comes back may be another
         if started >= self._silent_since:
             self.silent += 1
             self._silent_since = now
