@@ -1,9 +1,10 @@
 """The three ways in which servers are asked for an answer: request bodies, and what is read of the replies. No I/O.
 
 Read in SGLang 0.5.23: `managers/io_struct.py` and `managers/tokenizer_manager.py` (`/generate`: `output_ids` hold the
-end token; `sampling_params.sampling_seed` is heeded with `--enable-deterministic-inference` only),
-`entrypoints/openai/protocol.py` (`return_token_ids` in both OpenAI routes). vLLM has `return_token_ids` since 0.10.2
-(its pull request 22587), `token_ids` in each choice; a server that does not know it gives text only.
+end token; `sampling_params.sampling_seed` is heeded with `--enable-deterministic-inference` only), and
+`entrypoints/openai/protocol.py` (`return_token_ids` in both OpenAI routes; a choice of completions has `token_ids`
+then, one of chat `response_token_ids`). vLLM has `return_token_ids` since 0.10.2 (its pull request 22587), with
+`token_ids` in each choice of both; a server that does not know it gives text only.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _read_chat(value: Any, asked: Asked, sampling: Sampling) -> Reply:
         message = f"makes {count} prompt tokens of the messages, the target's template makes {len(asked.input_ids)}"
         raise OtherPromptError(message)
     message = _part(choice, "message", dict)
-    ids, finish = choice.get("token_ids"), choice.get("finish_reason")
+    ids, finish = choice.get("token_ids", choice.get("response_token_ids")), choice.get("finish_reason")
     taken_out = [key for key in ("tool_calls", "reasoning_content", "reasoning") if message.get(key)]
     if ids is None and taken_out:
         raise FaultyReplyError(f"has {taken_out[0]} that its parser took out of the text, and no token ids")

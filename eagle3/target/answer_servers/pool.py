@@ -170,7 +170,7 @@ class Pool:
     async def _leave(self, server: Server) -> None:
         server.in_flight -= 1
         async with self._changed:
-            self._changed.notify_all()
+            self._changed.notify(2)  # where there is room for many again, each brings the next ones
 
     def _give_up(self, reason: str) -> Exception:
         self._given_up_in_a_row += 1

@@ -17,6 +17,7 @@ from eagle3.target.answer_servers.api import Api, Asked, FaultyReplyError, Other
 
 _OVERLOADED = (429, 502, 503, 504)
 _LONGEST_PAUSE = 60.0
+_LONGEST_ASKED_PAUSE = 600.0
 _SAID = 200
 
 
@@ -158,7 +159,7 @@ class Server:
 def pause(cfg: AnswerServerSection, failures: int, asked_for: float | None = None) -> float:
     """Seconds to wait after so many failures, which are at least 1."""
     own = min(cfg.backoff_seconds * 2.0 ** min(failures - 1, 30), _LONGEST_PAUSE)
-    return own if asked_for is None else max(own, min(asked_for, _LONGEST_PAUSE))
+    return own if asked_for is None else max(own, min(asked_for, _LONGEST_ASKED_PAUSE))
 
 
 def said(value: Any) -> str:
