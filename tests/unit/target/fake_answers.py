@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         ids = answer_ids(prompt, limit)
         finish = "stop" if ids[-1] == EOS else "length"
         if fault == "ids":
-            ids = [*ids[:-1], fake.vocab_size]
+            ids = [fake.vocab_size, *ids[1:]]
         if fault == "endless":
             ids, finish = ids[:1], "stop"
         if fault == "empty":
