@@ -27,11 +27,27 @@ _STORE_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp16": "float16", "
 
 
 @work_app.command(epilog=epilog(RegenerateConfig))
-def regenerate(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Answers to prompts from the target itself."""
-    from eagle3.target.regenerate import run_regenerate
+def regenerate(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count prompts, tokens and cost, and stop: no weights, no server.")
+    ] = False,
+) -> None:
+    """Answers to prompts from the target itself, in this process or from servers.
 
-    print(run_regenerate(run_config(RegenerateConfig, config, overrides)).render())
+    Exit code 2 if prompts are left without an answer. SIGTERM or SIGINT stops a run with servers, with exit code 75;
+    the same command goes on.
+    """
+    from eagle3.target.regenerate import plan_regenerate, run_regenerate
+
+    cfg = run_config(RegenerateConfig, config, overrides)
+    if dry_run:
+        print(plan_regenerate(cfg).render())
+        return
+    report = run_regenerate(cfg)
+    print(report.render())
+    raise typer.Exit(report.exit_code)
 
 
 @work_app.command(epilog=epilog(ExtractConfig))

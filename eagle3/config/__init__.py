@@ -3,11 +3,11 @@
 from eagle3.config.base import Section
 from eagle3.config.cache import CacheSection
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
+from eagle3.config.regenerate_schema import AnswerServerSection, PriceSection, RegenerateConfig
 from eagle3.config.schema import (
     ConversationsConfig,
     ExtractConfig,
     ImportConfig,
-    RegenerateConfig,
     RingWriteSection,
     ServeConfig,
     StreamSection,
@@ -27,6 +27,7 @@ from eagle3.config.train_schema import (
 )
 
 __all__ = [
+    "AnswerServerSection",
     "CacheSection",
     "ConversationsConfig",
     "DraftSection",
@@ -36,6 +37,7 @@ __all__ = [
     "MomentKind",
     "Moments",
     "OptimSection",
+    "PriceSection",
     "RegenerateConfig",
     "RingReadSection",
     "RingWriteSection",

@@ -70,23 +70,6 @@ class ConversationsConfig(Section):
     """Folder in which to keep what was rendered, under a digest of all that it depends on; default: it is not kept."""
 
 
-class RegenerateConfig(Section):
-    """`eagle3 regenerate`: answers to prompts from the target itself."""
-
-    target: TargetConfig
-    data: ConversationsConfig
-    output: PathText
-    """JSONL file to write, one conversation a line."""
-    max_new_tokens: PositiveInt = 512
-    """Longest answer, in tokens."""
-    batch_size: PositiveInt = 16
-    """Prompts generated at a time."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-    seed: Seed = 0
-    """Seed of sampling (unused at temperature 0)."""
-
-
 class StreamSection(Section):
     """The streamed engine: one decoder layer in memory at a time. What is left out is sized from the machine."""
 

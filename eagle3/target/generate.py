@@ -12,9 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from eagle3.errors import problem_error
+from eagle3.files import read_json_object
+from eagle3.target.resolve import TargetFiles
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,25 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
         ProblemsError: kind `target.no_eos`; no answer would ever end.
     """
     assert model.generation_config is not None
-    value = model.generation_config.eos_token_id
+    return _checked_eos(model.generation_config.eos_token_id, model.config.vocab_size)
+
+
+def folder_eos_ids(files: TargetFiles) -> tuple[int, ...]:
+    """`eos_ids` of a checkpoint's folder, whose weights need not be there.
+
+    Raises:
+        ProblemsError: kind `target.no_eos`.
+    """
+    path = files.folder / "generation_config.json"
+    given = read_json_object(path, "generation config").get("eos_token_id") if path.exists() else None
+    for config in (files.text_config, files.config):
+        given = config.get("eos_token_id") if given is None else given
+    return _checked_eos(given, files.facts.vocab_size)
+
+
+def _checked_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not ids or not all(type(item) is int and 0 <= item < model.config.vocab_size for item in ids):
+    if not ids or not all(type(item) is int and 0 <= item < vocab_size for item in ids):
         message = f"names the eos_token_id {value!r}, which is no token, so no answer would ever end"
         raise problem_error("generation_config.json", "target.no_eos", message, "correct it in the target's folder")
     return tuple(sorted(set(ids)))
@@ -53,8 +79,10 @@ def generate(
     stop_ids: Sequence[int],
     temperature: float,
     seeds: Sequence[int],
+    top_p: float = 1.0,
+    top_k: int | None = None,
 ) -> list[Generated]:
-    """Answers to B prompts: greedy at temperature 0, else sampled from the whole distribution.
+    """Answers to B prompts: greedy at temperature 0, else sampled.
 
     The checkpoint's own sampling defaults (top_p, repetition penalty and so on) are not applied.
 
@@ -65,6 +93,7 @@ def generate(
             answer is cut at the first stop token that was generated.
         temperature: 0 or above.
         seeds: of each prompt, so that its sample does not depend on the prompts beside it.
+        top_p, top_k: sample from the likeliest tokens only; by default from all.
 
     Raises:
         ProblemsError: kind `target.not_finite`; the target computes NaN.
@@ -73,7 +102,7 @@ def generate(
     pad = stop_ids[0]
     rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    processors = LogitsProcessorList([_Finite(), *([_Sampling(temperature, seeds)] if temperature else [])])
+    processors = LogitsProcessorList([_Finite(), *(_sampling(temperature, seeds, top_p, top_k) if temperature else [])])
     with _plain_generation(model, stop_ids, pad):
         output = cast(Any, model).generate(
             torch.tensor(rows, device=model.device),
@@ -98,6 +127,16 @@ def _cut(answer: list[int], stop_ids: Sequence[int]) -> Generated:
     return Generated(answer, "length")
 
 
+def _sampling(temperature: float, seeds: Sequence[int], top_p: float, top_k: int | None) -> list[LogitsProcessor]:
+    """Temperature, then top-k, then top-p, as servers do, then a draw."""
+    narrowed: list[LogitsProcessor] = [TemperatureLogitsWarper(float(temperature))]
+    if top_k is not None:
+        narrowed.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        narrowed.append(TopPLogitsWarper(top_p))
+    return [*narrowed, _Drawing(seeds)]
+
+
 class _Finite(LogitsProcessor):
     """Refuses NaN, of which argmax would make an answer without a word."""
 
@@ -108,11 +147,10 @@ class _Finite(LogitsProcessor):
         return scores
 
 
-class _Sampling(LogitsProcessor):
-    """Adds Gumbel noise, whose argmax is a sample of softmax(logits / temperature) (Gumbel 1954)."""
+class _Drawing(LogitsProcessor):
+    """Adds Gumbel noise, whose argmax is a sample of softmax(logits) (Gumbel 1954)."""
 
-    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
-        self.temperature = temperature
+    def __init__(self, seeds: Sequence[int]) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -121,7 +159,7 @@ class _Sampling(LogitsProcessor):
         for draw, generator in zip(draws, self.generators, strict=True):
             draw.exponential_(generator=generator)
         noise = torch.stack(draws).log().to(scores.device, torch.float32)
-        return cast(torch.FloatTensor, scores.float() / self.temperature - noise)
+        return cast(torch.FloatTensor, scores.float() - noise)
 
 
 @contextmanager

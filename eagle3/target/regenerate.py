@@ -1,48 +1,40 @@
 """`eagle3 regenerate`: answers to prompts from the target itself, which is what a drafter will be asked to draft.
 
-Finished answers are on disk at once (`answer_file.py`); a run that was killed goes on where it stopped.
+Finished answers are on disk at once (`answer_file.py`); a run that was killed goes on where it stopped. The target runs
+in this process, or on servers (`answer_servers/`).
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle3.config import RegenerateConfig
-from eagle3.data.chat import load_tokenizer, template_digest
+from eagle3.data.chat import load_tokenizer
 from eagle3.data.chat.render import Renderer
-from eagle3.data.conversations import Conversation, load_conversations
-from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
-from eagle3.files import refuse_url
+from eagle3.data.conversations import load_conversations
+from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, EXIT_STOPPED, problem_error, raise_problems
+from eagle3.files import digest_json, refuse_url
 from eagle3.progress import progress
-from eagle3.target.answer_file import AnswerFile
+from eagle3.target.answer_file import AnswerFile, Line
+from eagle3.target.answer_servers.run import answer_from_servers
+from eagle3.target.dialogue import Prompt, make_dialogues
 from eagle3.target.engines.transformers import load_model
 from eagle3.target.generate import Generated, eos_ids, generate, prompt_seed
-from eagle3.target.identity import conversations_digest, target_identity
+from eagle3.target.identity import target_identity
+from eagle3.target.regenerate_plan import RegeneratePlan, make_plan
+from eagle3.target.regenerate_session import Session, answer_tokens
 from eagle3.target.resolve import TargetFiles, find_target
 
-_FIX = "correct the record, or pass data.skip_bad=true to leave such records out"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation up to the turn that is to be answered.
-
-    Attributes:
-        conversation: its messages end before the answer.
-        input_ids: with the generation prompt.
-    """
-
-    conversation: Conversation
-    input_ids: list[int]
-
-    @property
-    def id(self) -> str:
-        return self.conversation.id
+_OWN_WEIGHTS = ("weights", "dtype")
+"""What answers of this process depend on, and those of servers do not."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +44,19 @@ class RegenerateReport:
     Attributes:
         output: the file.
         answers: its lines, one an answer.
-        generated: how many of them this run made.
+        generated: how many answers this run made.
         tokens: of all answers.
         stopped: answers that ended by themselves; the others were cut at the limit.
         too_long: prompts left out because they have more than `data.max_length` tokens.
         skipped: records left out as bad (`data.skip_bad`), by reason.
+        dropped: answers that were cut, and left out for that (`cut_off`).
+        after_cut: turns that were not asked, since an earlier answer of the conversation was cut.
+        failed: prompts that got no answer.
+        failures: the file that lists them.
+        prompt_tokens, answer_tokens: that this run sent and got.
+        cost: of this run; None without prices.
+        servers: a line for each.
+        interrupted: the run was asked to stop; the output is not there yet.
     """
 
     output: str
@@ -66,84 +66,93 @@ class RegenerateReport:
     stopped: int
     too_long: int
     skipped: Mapping[str, int]
+    dropped: int = 0
+    after_cut: int = 0
+    failed: int = 0
+    failures: str = ""
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    cost: float | None = None
+    servers: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 2 if prompts have no answer, 75 if it was asked to stop."""
+        return EXIT_STOPPED if self.interrupted else EXIT_PROBLEMS if self.failed else EXIT_OK
 
     def render(self) -> str:
+        cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
         lines = [
             f"{self.output}: {self.answers:,} answers, {self.tokens:,} tokens; {self.generated:,} made by this run",
             f"{self.stopped:,} ended by themselves, {self.answers - self.stopped:,} were cut at the limit",
+            f"this run: {self.prompt_tokens:,} prompt tokens, {self.answer_tokens:,} answer tokens{cost}",
         ]
-        if self.too_long or self.skipped:
-            count, reasons = sum(self.skipped.values()), sorted(self.skipped.items())
-            why = f" ({', '.join(f'{number:,} {reason}' for reason, number in reasons)})" if reasons else ""
-            lines.append(f"left out: {self.too_long:,} prompts that are too long, {count:,} bad records{why}")
+        left_out = [
+            (self.too_long, "prompts that are too long"),
+            (sum(self.skipped.values()), f"bad records{_reasons(self.skipped)}"),
+            (self.dropped, "answers that were cut at the limit"),
+            (self.after_cut, "turns after an answer that was cut"),
+        ]
+        if any(count for count, _ in left_out):
+            lines.append("left out: " + ", ".join(f"{count:,} {what}" for count, what in left_out if count))
+        lines += self.servers
+        if self.interrupted:
+            lines.append("stopped before the end; the same command goes on")
+        if self.failed:
+            lines.append(
+                f"{self.failed:,} prompts have no answer, see {self.failures}; the same command asks them again"
+            )
         return "\n".join(lines)
 
 
 def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
     """Answers every prompt of `cfg.data` and writes `cfg.output`.
 
-    Each line holds `id`, `source`, `messages` (the answer last), `tools` if any, `finish` (`stop` or `length`) and
-    `answer_ids`. Killed and started again, it answers what is missing.
+    Each line holds `id`, `source`, `messages` (the answer last), `tools` if any, `finish` (`stop` or `length`),
+    `answer_ids`, and `prompt_digest`. Killed and started again, it answers what is missing.
 
     Raises:
-        ProblemsError: the target, the prompts or the output cannot be used, or an earlier run had other settings
-            (each is listed).
+        ProblemsError: the target, the prompts, the servers or the output cannot be used, or an earlier run had other
+            settings (each is listed).
     """
-    refuse_url(cfg.output, "the answers", "write to a local file")
-    files = find_target(cfg.target)
-    tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    conversations, dropped = load_conversations(cfg.data)
-    prompts, problems = make_prompts(tokenizer, conversations, cfg.data.chat_template_kwargs)
-    if not cfg.data.skip_bad:
-        raise_problems(problems, f"{len(conversations) - len(prompts)} prompts cannot be rendered")
-    for reason in {item.where: item.kind for item in reversed(problems)}.values():  # the first of each prompt's
-        dropped.add(reason, None)
-    longest = min(cfg.data.max_length, files.facts.context_length - 1)
-    fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= longest]
-    if not fitting:
-        message = f"every prompt has more than {longest} tokens"
-        raise problem_error(cfg.data.path, "regenerate.too_long", message, "raise data.max_length")
-    settings = _settings(cfg, files, tokenizer, conversations)
-    with AnswerFile(Path(cfg.output), settings) as output:
-        missing = len(fitting) - len(output.lines)
-        if missing:
-            model = load_model(files, cfg.target)
-            _answer_all(cfg, model, tokenizer, fitting, files.facts.context_length, output)
-        lines = output.finish([prompt.id for prompt in fitting])
-    return RegenerateReport(
-        output=cfg.output,
-        answers=len(lines),
-        generated=missing,
-        tokens=sum(len(line["answer_ids"]) for line in lines),
-        stopped=sum(line["finish"] == "stop" for line in lines),
-        too_long=len(prompts) - len(fitting),
-        skipped=dropped.by_reason(),
-    )
+    with _opened(cfg) as (session, files, skipped):
+        servers: list[str] = []
+        try:
+            if session.missing:
+                print(make_plan(session).render(), file=sys.stderr)
+                if cfg.server is None:
+                    _answer_here(session, files)
+                else:
+                    servers = answer_from_servers(session, files, cfg.server)
+        finally:
+            failures = session.write_failures()
+        lines = session.lines()
+        if not session.interrupted and (lines or not session.failures):
+            session.output.finish(lines)
+    return _report(session, lines, servers, skipped, failures)
+
+
+def plan_regenerate(cfg: RegenerateConfig) -> RegeneratePlan:
+    """What a run would ask; loads no weights, asks no server.
+
+    Raises:
+        ProblemsError: as `run_regenerate`, but for the servers.
+    """
+    with _opened(cfg) as (session, _, _):
+        return make_plan(session)
 
 
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Any],
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[Prompt], list[Problem]]:
+) -> tuple[list[Prompt], list[Any]]:
     """The prompt of each conversation's last turn (an answer that is already there is dropped), and what is wrong
     with those that have none.
     """
-    template_digest(tokenizer)  # no template is one problem, and not one for each conversation
-    renderer = Renderer(tokenizer, template_kwargs)
-    prompts: list[Prompt] = []
-    problems: list[Problem] = []
-    for conversation in conversations:
-        messages = conversation.messages if conversation.prompt_only else conversation.messages[:-1]
-        if not messages:
-            problems.append(Problem(conversation.id, "chat.assistant_first", "has an answer but no prompt", _FIX))
-            continue
-        asked = Conversation(conversation.id, messages, conversation.tools, source=conversation.source)
-        try:
-            prompts.append(Prompt(asked, renderer.prompt(messages, asked.tools, "prompt")))
-        except ProblemsError as error:
-            problems += (Problem(conversation.id, item.kind, item.message, item.fix) for item in error.problems)
-    return prompts, problems
+    made, problems = make_dialogues(tokenizer, conversations, template_kwargs)
+    return [prompt for _, prompt in made], problems
 
 
 def iter_answers(
@@ -154,6 +163,8 @@ def iter_answers(
     batch_size: int,
     context_length: int,
     temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
     seed: int = 0,
     done: frozenset[str] = frozenset(),
 ) -> Iterator[list[tuple[Prompt, Generated]]]:
@@ -167,7 +178,7 @@ def iter_answers(
         max_new_tokens: longest answer, in tokens; shorter where the context ends.
         batch_size: prompts a batch.
         context_length: of the target, in tokens.
-        temperature, seed: see `generate`.
+        temperature, top_p, top_k, seed: see `generate`.
         done: ids of prompts that have their answer already.
     """
     stop_ids = eos_ids(model)
@@ -179,63 +190,120 @@ def iter_answers(
         rows = [prompt.input_ids for prompt in batch]
         limits = [min(max_new_tokens, context_length - len(row)) for row in rows]
         seeds = [prompt_seed(seed, prompt.id) for prompt in batch]
-        answers = generate(model, rows, limits, stop_ids, temperature, seeds)
+        answers = generate(model, rows, limits, stop_ids, temperature, seeds, top_p, top_k)
         yield [pair for pair in zip(batch, answers, strict=True) if pair[0].id not in done]
 
 
-def answer_line(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Generated) -> dict[str, Any]:
-    """One line of the output, as `eagle3.data.conversations` reads it."""
-    conversation = prompt.conversation
-    text = tokenizer.decode(answer.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    line = {
-        "id": prompt.id,
-        "source": conversation.source,
-        "messages": [*conversation.messages, {"role": "assistant", "content": text}],
-        "finish": answer.finish,
-        "answer_ids": answer.ids,
-    }
-    return line if conversation.tools is None else {**line, "tools": conversation.tools}
+@contextmanager
+def _opened(cfg: RegenerateConfig) -> Iterator[tuple[Session, TargetFiles, Mapping[str, int]]]:
+    """The session of a config, its output locked while the block runs; and the bad records left out, by reason."""
+    refuse_url(cfg.output, "the answers", "write to a local file")
+    files = find_target(cfg.target, weights=cfg.server is None)
+    tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
+    conversations, skipped = load_conversations(cfg.data)
+    dialogues, problems = make_dialogues(tokenizer, conversations, cfg.data.chat_template_kwargs, cfg.turns)
+    if not cfg.data.skip_bad:
+        raise_problems(problems, f"{len({item.where for item in problems})} prompts cannot be rendered")
+    for reason in {item.where: item.kind for item in reversed(problems)}.values():  # the first of each prompt's
+        skipped.add(reason, None)
+    repeated = {item.where for item in problems if item.kind == "chat.duplicate_id"}
+    dialogues = [pair for pair in dialogues if pair[0].conversation.id not in repeated]
+    longest = min(cfg.data.max_length, files.facts.context_length - 1)
+    fitting = [(dialogue, prompt) for dialogue, prompt in dialogues if len(prompt.input_ids) <= longest]
+    if not fitting:
+        message = f"every prompt has more than {longest} tokens"
+        raise problem_error(cfg.data.path, "regenerate.too_long", message, "raise data.max_length")
+    names = [name for dialogue, _ in fitting for name in dialogue.names]
+    too_long = sum(len(dialogue.names) for dialogue, _ in dialogues) - len(names)
+    renderer = Renderer(tokenizer, cfg.data.chat_template_kwargs)
+    settings = _settings(cfg, files, tokenizer)
+    with AnswerFile(Path(cfg.output), settings, names, lambda line: _digest_of(renderer, line)) as output:
+        session = Session(cfg, tokenizer, output, fitting, longest, files.facts.context_length, too_long=too_long)
+        yield session, files, skipped.by_reason()
 
 
-def _answer_all(
-    cfg: RegenerateConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    context_length: int,
-    output: AnswerFile,
-) -> None:
-    done = frozenset(output.lines)
-    batches = iter_answers(
-        model,
-        prompts,
-        max_new_tokens=cfg.max_new_tokens,
-        batch_size=cfg.batch_size,
-        context_length=context_length,
-        temperature=cfg.temperature,
-        seed=cfg.seed,
-        done=done,
+def _answer_here(session: Session, files: TargetFiles) -> None:
+    """All that waits, from the target in this process: first turns, then second ones, and so on."""
+    cfg, begun = session.cfg, 0
+    model = load_model(files, cfg.target)
+    with progress("regenerate", session.missing, "answers") as advance:
+        while session.waiting:
+            indices = sorted(session.prompts[begun])
+            round_prompts = [session.prompts[begun][index] for index in indices]
+            index_of = {prompt.id: index for prompt, index in zip(round_prompts, indices, strict=True)}
+            waits = {prompt.id for index, prompt in session.waiting.items() if index in session.prompts[begun]}
+            batches = iter_answers(
+                model,
+                round_prompts,
+                max_new_tokens=cfg.max_new_tokens,
+                batch_size=cfg.batch_size,
+                context_length=session.context_length,
+                temperature=cfg.temperature,
+                top_p=cfg.top_p,
+                top_k=cfg.top_k,
+                seed=cfg.seed,
+                done=frozenset(index_of.keys() - waits),
+            )
+            for answers in batches:
+                lines = [session.line(prompt, answer) for prompt, answer in answers]
+                session.output.append(lines)
+                for line in lines:
+                    session.took(index_of[line["id"]], line)
+                advance(len(answers), f"{session.spent.answer_tokens:,} tokens")
+            begun += 1
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    found = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+    return f" ({found})" if found else ""
+
+
+def _digest_of(renderer: Renderer, line: Line) -> str:
+    """The digest of the prompt of an answer that earlier releases wrote."""
+    return digest_json(renderer.prompt(line["messages"][:-1], line.get("tools"), f"answer {line['id']!r}"))
+
+
+def _report(
+    session: Session, lines: Sequence[Line], servers: list[str], skipped: Mapping[str, int], failures: Path
+) -> RegenerateReport:
+    finish = Counter(line["finish"] for line in lines)
+    return RegenerateReport(
+        output=session.cfg.output,
+        answers=len(lines),
+        generated=session.spent.answers,
+        tokens=sum(map(answer_tokens, lines)),
+        stopped=finish["stop"],
+        too_long=session.too_long,
+        skipped=skipped,
+        dropped=len(session.chosen) - len(lines),
+        after_cut=session.after_cut,
+        failed=len(session.failures),
+        failures=str(failures),
+        prompt_tokens=session.spent.prompt_tokens,
+        answer_tokens=session.spent.answer_tokens,
+        cost=session.cost(session.spent),
+        servers=servers,
+        interrupted=session.interrupted,
     )
-    tokens = 0
-    with progress("regenerate", len(prompts) - len(done), "answers") as advance:
-        for answers in batches:
-            output.append([answer_line(tokenizer, prompt, answer) for prompt, answer in answers])
-            tokens += sum(len(answer.ids) for _, answer in answers)
-            advance(len(answers), f"{tokens:,} tokens")
 
 
-def _settings(
-    cfg: RegenerateConfig,
-    files: TargetFiles,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
-) -> dict[str, Any]:
+def _settings(cfg: RegenerateConfig, files: TargetFiles, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What an answer depends on, besides its prompt. Keys that earlier releases do not know are there only if used."""
+    target = target_identity(files, tokenizer, cfg.target)
+    sampled: dict[str, Any] = {}
+    if cfg.temperature and cfg.top_p < 1:
+        sampled["top_p"] = cfg.top_p
+    if cfg.temperature and cfg.top_k is not None:
+        sampled["top_k"] = cfg.top_k
+    if cfg.server is not None:
+        target = {key: value for key, value in target.items() if key not in _OWN_WEIGHTS}
+        sampled["answered_by"] = "servers"
     return {
-        "target": target_identity(files, tokenizer, cfg.target),
-        "conversations": conversations_digest(conversations),
+        "target": target,
         "max_length": cfg.data.max_length,
         "chat_template_kwargs": cfg.data.chat_template_kwargs,
         "max_new_tokens": cfg.max_new_tokens,
         "temperature": cfg.temperature,
         "seed": cfg.seed if cfg.temperature else None,
+        **sampled,
     }

@@ -20,6 +20,7 @@ from eagle3.target.extract import run_extract
 from eagle3.target.regenerate import run_regenerate
 from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
 from tests.unit.target.cases import extract_config, regenerate_config, write_conversations
+from tests.unit.target.fake_answers import FakeAnswers
 
 ROOT = Path(__file__).parents[2]
 EXTRACT = [str(ROOT / "extract_hidden_states.py")]
@@ -105,3 +106,41 @@ def test_killed_regeneration_resumes_to_an_equal_file(tmp_path: Path) -> None:
     assert 4 <= done < 40, "the kill came too late to show anything"
     assert run_regenerate(cfg).generated == 40 - done
     assert Path(cfg.output).read_bytes() == Path(whole.output).read_bytes()
+
+
+def test_regeneration_from_a_server_killed_in_the_middle_asks_what_is_missing(tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "data.jsonl", 40)
+    target = make_tiny_llama(tmp_path / "tiny-llama")
+    fake = FakeAnswers(delay=0.05)
+    with fake.running() as url:
+        server = {"urls": [url], "model": "/models/tiny", "concurrency": 2}
+        cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", server=server)
+        partial = Path(f"{cfg.output}.partial")
+        kill_when(start(REGENERATE, cfg, tmp_path), lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 6)
+        done = partial.read_bytes().count(b"\n")
+        assert not Path(cfg.output).exists() and 6 <= done < 40
+        time.sleep(0.2)  # what was in flight ends at the server
+        fake.requests.clear()
+        process = start(REGENERATE, cfg, tmp_path)
+        told, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert len(fake.requests) == 40 - done and f"{40 - done} made by this run" in told
+    lines = [json.loads(line) for line in Path(cfg.output).read_text().splitlines()]
+    assert [line["id"] for line in lines] == [f"c{number}" for number in range(40)]
+
+
+def test_failures_end_with_exit_code_2_and_a_dry_run_asks_nobody(tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "data.jsonl", 3)
+    target = make_tiny_llama(tmp_path / "tiny-llama")
+    fake = FakeAnswers(fault=lambda number, _: "400" if number == 1 else None)
+    with fake.running() as url:
+        server = {"urls": [url], "model": "/models/tiny"}
+        cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", server=server)
+        plan = start([*REGENERATE, "--dry-run"], cfg, tmp_path)
+        told, _ = plan.communicate(timeout=120)
+        assert plan.returncode == 0 and "3 answers to make" in told and not fake.requests
+        process = start(REGENERATE, cfg, tmp_path)
+        told, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and "Traceback" not in errors
+    assert "1 prompts have no answer" in told
+    assert len(Path(f"{cfg.output}.failed.jsonl").read_text().splitlines()) == 1

@@ -115,6 +115,23 @@ def test_samples_follow_the_targets_distribution(tiny_target: TinyTarget) -> Non
     assert (greedy - expected).abs().sum() / 2 > 0.3, "a flat test would pass for greedy too"
 
 
+def test_top_k_and_top_p_leave_the_likeliest_tokens_only(tiny_target: TinyTarget) -> None:
+    model = make_engine(tiny_target("llama"), [0]).model
+    prompt, count = SHARED_PREFIX_BATCH[2], 200
+    with torch.inference_mode():
+        chances, order = model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1).sort(descending=True)
+    half = int((chances.cumsum(0) < 0.5).sum()) + 1
+
+    def drawn(**narrow: object) -> set[int]:
+        answers = generate(model, [prompt] * count, [1] * count, [511], 1.0, range(count), **narrow)  # type: ignore[arg-type]
+        return {answer.ids[0] for answer in answers}
+
+    assert drawn(top_k=3) == set(order[:3].tolist())
+    assert drawn(top_k=1) == drawn(top_p=1e-6) == {int(order[0])}
+    assert drawn(top_p=0.5) <= set(order[:half].tolist()) and len(drawn(top_p=0.5)) > 3
+    assert len(drawn()) > half
+
+
 @pytest.mark.parametrize("value", [[], "x", [1.5], -1, 512])
 def test_an_eos_that_is_no_token_is_refused(tiny_target: TinyTarget, value: object) -> None:
     model = make_engine(tiny_target("llama"), [0]).model

@@ -15,6 +15,8 @@ from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import ProblemsError
 from eagle3.target import regenerate
 from eagle3.target.answer_file import AnswerFile
+from eagle3.target.dialogue import text_for_history
+from eagle3.target.generate import Generated
 from eagle3.target.regenerate import iter_answers, make_prompts, run_regenerate
 from tests.unit.target.cases import make_engine, regenerate_config
 from tests.unit.target.test_generate import greedy_alone
@@ -38,7 +40,8 @@ def write_prompts(path: Path) -> Path:
 
 @pytest.fixture
 def cfg(tiny_target: TinyTarget, tmp_path: Path) -> RegenerateConfig:
-    return regenerate_config(tiny_target("llama"), write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.jsonl")
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    return regenerate_config(tiny_target("llama"), prompts, tmp_path / "out.jsonl", turns="last")
 
 
 def read(path: str) -> list[dict]:
@@ -142,7 +145,7 @@ def test_resume_under_other_settings_lists_each(cfg: RegenerateConfig, monkeypat
     )
     with pytest.raises(ProblemsError) as caught:
         run_regenerate(other)
-    words = ["max_new_tokens", "temperature", "seed", "conversations", "chat_template_kwargs.thinking", "target.dtype"]
+    words = ["max_new_tokens", "temperature", "seed", "chat_template_kwargs.thinking", "target.dtype"]
     messages = [problem.message for problem in caught.value.problems]
     assert len(messages) == len(words)
     for word in words:
@@ -257,3 +260,59 @@ def test_a_prompt_without_a_token_is_refused(cfg: RegenerateConfig, tmp_path: Pa
     (folder / "chat_template.jinja").write_text("{{ '' }}")
     with pytest.raises(ProblemsError, match=r"chat\.empty_prompt"):
         run_regenerate(regenerate_config(folder, Path(cfg.data.path), tmp_path / "out.jsonl"))
+
+
+def test_every_turn_is_answered_behind_the_new_answers(cfg: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three conversations go on; the third one's first answer is cut."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "old"}] * 2
+    questions = ["Hi", "What is the capital of France?", "add two and three"]
+    records = [
+        {"id": f"t{number}", "messages": [{**turns[0], "content": question}, *turns[1:]]}
+        for number, question in enumerate(questions, start=1)
+    ]
+    Path(cfg.data.path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    talks = cfg.model_copy(update={"turns": "all"})
+    model = make_engine(Path(cfg.target.path), [0]).model
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path)
+
+    def alone(messages: list) -> Generated:
+        return greedy_alone(model, render_prompt(tokenizer, messages), 5, stops)
+
+    firsts = [greedy_alone(model, render_prompt(tokenizer, record["messages"][:1]), 5, []) for record in records]
+    ends = [next(token for token in first.ids if token not in firsts[2].ids) for first in firsts[:2]]
+    stops = sorted({511, *ends})
+    monkeypatch.setattr(regenerate, "eos_ids", lambda _: tuple(stops))
+    talks = talks.model_copy(update={"max_new_tokens": 5})
+    report = run_regenerate(talks)
+    lines = read(talks.output)
+    assert [line["id"] for line in lines] == ["t1#1", "t1#3", "t2#1", "t2#3", "t3#1"]
+    assert (report.generated, report.after_cut) == (5, 1)
+    for line in lines:
+        expected = alone(line["messages"][:-1])
+        assert (line["answer_ids"], line["finish"]) == (expected.ids, expected.finish)
+    assert lines[1]["messages"][:2] == lines[0]["messages"]
+    whole = Path(talks.output).read_bytes()
+    Path(talks.output).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines[:3]))
+    assert run_regenerate(talks).generated == 2
+    assert Path(talks.output).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Yes.", "Yes."),
+        ("<think>\nlong\n</think>\n\nYes.", "Yes."),
+        ("its prompt opened it</think>Yes.", "Yes."),
+        ("  a space", "  a space"),
+    ],
+)
+def test_an_answer_stands_in_a_history_without_its_reasoning(text: str, kept: str) -> None:
+    assert text_for_history(text) == kept
+
+
+def test_names_that_would_meet_are_refused(cfg: RegenerateConfig) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}] * 2
+    records = [{"id": "a", "messages": talk}, {"id": "a#1", "prompt": "Hi"}]
+    Path(cfg.data.path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ProblemsError, match=r"chat\.duplicate_id"):
+        run_regenerate(cfg.model_copy(update={"turns": "all"}))

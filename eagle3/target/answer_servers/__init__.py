@@ -1,0 +1,1 @@
+"""Answers from running servers: what is asked (`api`), of whom (`server`, `identity`), by whom (`pool`, `run`)."""
