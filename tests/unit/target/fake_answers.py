@@ -60,6 +60,7 @@ class FakeAnswers:
         self._lock = threading.Lock()
         self._in_flight = 0
         self._server: ThreadingHTTPServer | None = None
+        self.asked_who = threading.Event()
 
     @contextmanager
     def running(self, port: int = 0) -> Iterator[str]:
@@ -101,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.api_key and self.headers.get("Authorization") != f"Bearer {fake.api_key}":
             return self._send(401, {"error": "Unauthorized"})
         if self.path == "/model_info" and fake.kind == "sglang":
+            fake.asked_who.set()
             return self._send(200, {"model_path": f"/models/{fake.name}", "model_type": "llama", **fake.fields})
         if self.path == "/v1/models" and fake.kind != "sglang":
             return self._send(200, {"data": [{"id": fake.name, **fake.fields}]})

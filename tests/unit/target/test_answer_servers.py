@@ -165,28 +165,35 @@ def test_two_servers_share_the_work(make: Any, start: Start) -> None:
     assert [len(fake.requests) for fake in fakes] == [COUNT // 2] * 2
 
 
+def starting(start: Start, late: FakeAnswers, port: int) -> Callable[[int, Any], Fault]:
+    """Of a server that starts another one at its second request, and lets the fourth wait until that one is known."""
+
+    def fault(number: int, _: Any) -> Fault:
+        if number == 1:
+            start(late, port)
+        if number == 3:
+            late.asked_who.wait(4)
+        return None
+
+    return fault
+
+
 def test_a_server_that_comes_back_is_asked_again_once_it_is_known_to_be_the_same(make: Any, start: Start) -> None:
     port = free_port()
-    others = FakeAnswers(delay=0.1)
     late = FakeAnswers()
+    others = FakeAnswers(fault=starting(start, late, port), delay=0.1)
     cfg = make(f"http://127.0.0.1:{port}", start(others), server={"concurrency": 1})
-    timer = threading.Timer(0.3, start, (late, port))
-    timer.start()
     run_regenerate(cfg)
-    timer.join()
     assert late.requests and len(late.requests) + len(others.requests) == COUNT
     right(cfg)
 
 
 def test_one_that_comes_back_as_another_model_is_left_out(make: Any, start: Start) -> None:
     port = free_port()
-    others = FakeAnswers(delay=0.1)
     late = FakeAnswers(fields={"model_type": "qwen3"})
+    others = FakeAnswers(fault=starting(start, late, port), delay=0.1)
     cfg = make(f"http://127.0.0.1:{port}", start(others), server={"concurrency": 1})
-    timer = threading.Timer(0.3, start, (late, port))
-    timer.start()
     report = run_regenerate(cfg)
-    timer.join()
     assert report.answers == COUNT and not late.requests
     assert "left out" in report.servers[0]
 
