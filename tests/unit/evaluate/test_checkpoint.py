@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def test_json_is_what_the_schema_says_and_the_planner_reads_it(
     jsonschema.validate(value, json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert [row["length"] for row in value["by_steps"]] == list(report.result.length_by_steps)
     assert (value["sampling"] is None) == (temperature is None)
+    never = replace(report, result=replace(report.result, by_depth=(0.0, math.nan)))
+    assert json.loads(never.to_json())["by_depth"] == [0.0, None], "none of them is not no data"
     (tmp_path / "evaluation.json").write_text(report.to_json())
     cost = {"verify_fixed_ms": 20, "verify_per_token_ms": 1, "draft_ms_per_step": 0.2}
     config = PlanConfig.model_validate({"acceptance_file": str(tmp_path / "evaluation.json"), "cost": cost})

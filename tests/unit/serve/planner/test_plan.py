@@ -99,6 +99,14 @@ def test_intervals_hold_a_new_run_about_as_often_as_they_say() -> None:
     assert 0.88 <= inside / total <= 0.995
 
 
+def test_the_assumed_fall_of_acceptance_widens_the_interval_and_leaves_the_estimate() -> None:
+    flat, falling = (
+        make_plan(config(**INCIDENT, acceptance_fall=fall)).batches[0].rows[0] for fall in ([1, 1], [0.6, 1])
+    )
+    assert flat.tok_s == falling.tok_s
+    assert falling.interval[1] > flat.interval[1] + 1, "fewer deep drafts at the same speed are more shallow ones"
+
+
 def test_points_that_disagree_are_said_and_widen_the_intervals() -> None:
     points = [FLAT.point(steps, "tok_s", "verify_ms", "draft_ms") for steps in (1, 3, 6)]
     points[1]["tok_s"] *= 1.25
