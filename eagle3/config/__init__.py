@@ -3,6 +3,7 @@
 from eagle3.config.base import Section
 from eagle3.config.cache import CacheSection
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
+from eagle3.config.plan_schema import BaselinePoint, CostSection, MeasuredPoint, PlanConfig, ScaleSection, TreeSection
 from eagle3.config.regenerate_schema import AnswerServerSection, PriceSection, RegenerateConfig
 from eagle3.config.schema import (
     ConversationsConfig,
@@ -28,20 +29,25 @@ from eagle3.config.train_schema import (
 
 __all__ = [
     "AnswerServerSection",
+    "BaselinePoint",
     "CacheSection",
     "ConversationsConfig",
+    "CostSection",
     "DraftSection",
     "EarlyStoppingSection",
     "ExtractConfig",
     "ImportConfig",
+    "MeasuredPoint",
     "MomentKind",
     "Moments",
     "OptimSection",
+    "PlanConfig",
     "PriceSection",
     "RegenerateConfig",
     "RingReadSection",
     "RingWriteSection",
     "RopeSection",
+    "ScaleSection",
     "Section",
     "ServeConfig",
     "StreamSection",
@@ -49,6 +55,7 @@ __all__ = [
     "TargetConfig",
     "TrackingSection",
     "TrainConfig",
+    "TreeSection",
     "build_config",
     "dump_config",
     "field_help",

@@ -141,7 +141,8 @@ def _problem(model: type[Section], detail: Any, key: str, where: str) -> Problem
     if not detail["loc"]:
         message = detail["msg"].removeprefix("Value error, ")
         return Problem(where, "config.value", message, "correct these keys; --help says what they mean")
-    message = f"{key} is {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    said = detail["msg"].removeprefix("Value error, ")
+    message = f"{key} is {detail['input']!r}: {said[0].lower()}{said[1:]}"
     return Problem(where, "config.value", message, f"correct {key}; --help says what it means")
 
 

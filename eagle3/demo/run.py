@@ -22,8 +22,9 @@ from eagle3.config import ExtractConfig, RegenerateConfig, ServeConfig, TargetCo
 from eagle3.data.store import StoreReader
 from eagle3.draft.model import DraftModel
 from eagle3.errors import problem_error
-from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
+from eagle3.evaluate.acceptance import acceptance
 from eagle3.evaluate.checkpoint import EvaluationReport, evaluate_checkpoint
+from eagle3.evaluate.result import AcceptanceResult
 from eagle3.files import write_text_atomic
 from eagle3.serve.export import ExportReport, export_run
 from eagle3.serve.saved_draft import load_run

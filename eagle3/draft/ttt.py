@@ -23,7 +23,7 @@ from eagle3.draft.fused.function import fused_terms
 from eagle3.draft.fused.layout import Chunk
 from eagle3.draft.fused.linear import float8_gradient_linear
 from eagle3.draft.fused.weights import KeptWeights
-from eagle3.draft.loss import TargetHead, read_teacher, row_losses
+from eagle3.draft.loss import TEACHER_ROWS, TargetHead, read_teacher, row_losses
 from eagle3.draft.model import DraftModel
 from eagle3.draft.objective import keep_greatest
 from eagle3.draft.planned import plan_batch
@@ -235,5 +235,6 @@ def draft_tokens(model: DraftModel, batch: DraftBatch, vocab: DraftVocab, steps:
     drafts = torch.full((steps, batch.input_ids.numel()), -1, device=batch.input_ids.device)
     if plan.document_sources:
         for k, (rows, output) in enumerate(zip(plan.steps, unroll(model, batch, plan), strict=True)):
-            drafts[k, plan.sources[rows.sources]] = vocab.to_target(model.logits(output).argmax(-1))
+            greedy = torch.cat([model.logits(some).argmax(-1) for some in output.split(TEACHER_ROWS)])
+            drafts[k, plan.sources[rows.sources]] = vocab.to_target(greedy)
     return drafts.view(shape)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle3.config import CacheSection
 from eagle3.data.open_reader import open_reader
+from eagle3.data.target_argmax import make_target_head
 from eagle3.errors import problem_error, raise_problems
-from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
+from eagle3.evaluate.acceptance import acceptance
+from eagle3.evaluate.result import AcceptanceResult
+from eagle3.evaluate.sampling import Sampling
 from eagle3.progress import progress
 from eagle3.serve.saved_draft import SavedDraft, load_exported, load_run
 from eagle3.train.checkpoint import WEIGHTS_FILE, checkpoints_folder
@@ -27,16 +32,17 @@ class EvaluationReport:
     result: AcceptanceResult
 
     def render(self) -> str:
-        """A small table: acceptance length by drafts a round, then how far the rounds got."""
+        """A small table: acceptance by drafts a round, then how far the rounds got."""
         result = self.result
         head = f"{self.checkpoint} on {self.dataset}: {result.samples} samples, {result.committed} tokens"
         if not result.rounds:
             return f"{head}\n  no data: no answer is longer than one token"
-        lines = [head, f"{'drafts':>8}{'acceptance length':>20}{'step accuracy':>16}{'accepted there':>17}"]
-        for drafts, length, accuracy, accepted in zip(
-            range(1, result.steps + 1), result.length_by_steps, result.step_accuracy, result.by_depth, strict=True
-        ):
-            lines.append(f"{drafts:>8}{length:>20.3f}{_share(accuracy):>16}{_share(accepted):>17}")
+        titles = f"{'drafts':>8}{'acceptance length':>19}{'95% interval':>18}{'rate':>8}"
+        lines = [head, f"{titles}{'step accuracy':>15}{'accepted there':>16}"]
+        for item, accuracy, accepted in zip(result.by_steps, result.step_accuracy, result.by_depth, strict=True):
+            spread = f"{item.interval[0]:.3f} to {item.interval[1]:.3f}"
+            numbers = f"{item.steps:>8}{item.length:>19.3f}{spread:>18}{item.rate:>8.1%}"
+            lines.append(f"{numbers}{_share(accuracy):>15}{_share(accepted):>16}")
         shares = (f"{accepted}: {count / result.rounds:.1%}" for accepted, count in enumerate(result.histogram))
         low, high = result.interval
         return "\n".join(
@@ -46,12 +52,49 @@ class EvaluationReport:
                 f"  {result.steps} drafts a round: acceptance length {result.length:.3f} (95% interval {low:.3f} to "
                 f"{high:.3f}), acceptance rate {result.rate:.1%}",
                 *(
-                    f"  {name}: acceptance length {found.length:.3f} ({found.samples} samples, {found.rounds} rounds)"
+                    f"  {name}: acceptance length {found.length:.3f} (95% interval {found.interval[0]:.3f} to "
+                    f"{found.interval[1]:.3f}; {found.samples} samples, {found.rounds} rounds)"
                     for name, found in result.by_source.items()
                     if found.rounds
                 ),
+                *self._sampling_lines(),
             ]
         )
+
+    def _sampling_lines(self) -> list[str]:
+        found = self.result.sampling
+        if found is None:
+            return []
+        lines = [
+            f"  sampling at temperature {found.temperature:g}, expected:",
+            f"{'drafts':>8}{'acceptance length':>19}{'95% interval':>18}{'of this text':>14}{'min(p, q)':>11}",
+        ]
+        for drafts, (length, (low, high), own, accepted) in enumerate(
+            zip(found.lengths, found.intervals, found.of_text, found.accepted, strict=True), 1
+        ):
+            spread = f"{low:.3f} to {high:.3f}"
+            lines.append(f"{drafts:>8}{length:>19.3f}{spread:>18}{own:>14.3f}{_share(accepted):>11}")
+        return lines
+
+    def to_json(self) -> str:
+        """Everything; see docs/schemas/evaluation.schema.json. `eagle3 serve plan` reads it."""
+        value = {
+            "format": "eagle3-evaluation",
+            "format_version": 1,
+            "checkpoint": self.checkpoint,
+            "dataset": self.dataset,
+            **asdict(self.result),
+        }
+        return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what has no data is null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _share(value: float) -> str:
@@ -59,7 +102,12 @@ def _share(value: float) -> str:
 
 
 def evaluate_checkpoint(
-    checkpoint: Path | str, dataset: Path | str, steps: int, cache: CacheSection | None = None
+    checkpoint: Path | str,
+    dataset: Path | str,
+    steps: int,
+    cache: CacheSection | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
 ) -> EvaluationReport:
     """Acceptance of a run's checkpoint or an exported folder on a store of the same target and layers.
 
@@ -69,8 +117,10 @@ def evaluate_checkpoint(
     Args:
         checkpoint: a run folder (its best checkpoint), one of its checkpoint folders, or an exported folder.
         dataset: folder or URL of the hidden-state store, of samples that were not trained on.
-        steps: drafts a round.
+        steps: most drafts a round; also more than were trained.
         cache: of a store elsewhere.
+        temperature: above 0; reckon what sampling at it would accept, too.
+        seed: of the resampling behind the intervals.
 
     Raises:
         ProblemsError: the checkpoint is damaged; its contract and the store's differ in more than the states' type
@@ -80,12 +130,17 @@ def evaluate_checkpoint(
     names = f"checkpoint {checkpoint}", f"dataset {dataset}"
     differences = draft.contract.compare(reader.contract, *names, any_dtype=True)
     raise_problems(differences, f"cannot evaluate {checkpoint} on {dataset}")
-    model = draft.model(reader.target_head()["embed_tokens.weight"])
+    tensors = reader.target_head()
+    model = draft.model(tensors["embed_tokens.weight"])
     if torch.cuda.is_available():
         model = model.to("cuda", torch.bfloat16)
-    vocab = draft.vocab.to(model.lm_head.weight.device)
+    device = model.lm_head.weight.device
+    sampling = None
+    if temperature is not None:
+        head = make_target_head(tensors, reader.target_config, reader.contract.last_hidden_states)
+        sampling = Sampling(head.to(device), temperature)
     with progress("evaluate", len(reader), "samples") as advance:
-        result = acceptance(model, reader, vocab, steps, advance=advance)
+        result = acceptance(model, reader, draft.vocab.to(device), steps, advance=advance, sampling=sampling, seed=seed)
     return EvaluationReport(str(checkpoint), str(dataset), result)
 
 

@@ -15,7 +15,7 @@ from eagle3.data.store import StoredSample
 from eagle3.draft.model import DraftModel
 from eagle3.draft.ttt import draft_tokens
 from eagle3.draft.vocab import DraftVocab
-from eagle3.evaluate.acceptance import answer_spans, rounds
+from eagle3.evaluate.walks import answer_spans, rounds
 
 PROMPT_TOKENS = 32
 """Tokens of a prompt's end that are shown."""

@@ -148,3 +148,22 @@ def test_every_setting_of_the_shipped_ablation_is_a_config_that_can_be(monkeypat
     wrong = file.model_copy(update={"settings": {"a": ["ttt.loss=x"], "b": ["optim.names=muon"]}})
     with pytest.raises(ProblemsError, match=r"(?s)setting a: .*setting b: "):
         ablation["make_configs"](wrong, Path("out"), [])
+
+
+@pytest.mark.parametrize("temperature", [[], ["--temperature", "1"]])
+def test_the_evaluations_benchmark_counts_and_times(temperature: list[str]) -> None:
+    command = [sys.executable, "benchmarks/evaluate.py", "--shape", "tiny", "--device", "cpu", "--samples", "4"]
+    command += ["--tokens", "64", "--batch-tokens", "128", "--steps", "4", *temperature]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert found["tokens_per_second"] > 0 and found["tflop_per_second"] > 0
+
+
+def test_the_evaluations_benchmark_counts_what_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found = run_path(str(ROOT / "benchmarks" / "evaluate.py"))
+    with FlopCounterMode(display=False) as counter:
+        found["measure"]("tiny", 1, 64, 0.5, 3, 1.0, 64, "cpu")
+    counted = found["operations"](found["make_config"]("tiny"), 64, 32, 3, True)
+    assert counter.get_total_flops() / 2 == pytest.approx(counted, rel=0.1)  # a pass to warm up, and one more

@@ -9,6 +9,7 @@ import pytest
 from eagle3.config import (
     ExtractConfig,
     ImportConfig,
+    PlanConfig,
     RegenerateConfig,
     Section,
     ServeConfig,
@@ -19,6 +20,7 @@ from eagle3.config import (
 )
 from eagle3.draft.config import DraftConfig, RopeConfig
 from eagle3.errors import ProblemsError
+from tests.unit.serve.planner.cases import INCIDENT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS: dict[str, type[Section]] = {
@@ -35,7 +37,47 @@ MINIMAL = ["dataset=d", "output=o", "output_indices=[2,30,58]"]
 def test_every_target_has_its_five_configs() -> None:
     shipped = {path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "accelerate"}
 
-    assert shipped == {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
+    five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
+    assert shipped == five | {Path("kimi-k2.5/plan.yaml")}
+
+
+def test_the_shipped_plan_is_the_incident() -> None:
+    plan = load_config(PlanConfig, CONFIGS / "kimi-k2.5" / "plan.yaml", ["scale.verify=0.73"])
+
+    assert plan == PlanConfig.model_validate({**INCIDENT, "scale": {"verify": 0.73}})
+    assert load_config(PlanConfig, None, ["baseline=[{batch: 4, tok_s: 200}]"]).baselines == {4: 200}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("acceptance=1.5", "a share from 0 to 1, or a list"),
+        ("acceptance=[]", "a share from 0 to 1, or a list"),
+        ("acceptance=[0.5,true]", "a share from 0 to 1, or a list"),
+        ("acceptance=.nan", "a share from 0 to 1, or a list"),
+        ("baseline=0", "greater than 0"),
+        ("baseline=[{tok_s: 1},{tok_s: 2}]", "a batch twice"),
+        ("points=[{steps: 5}]", "nothing was measured at 5 steps"),
+        ("points=[{steps: 5, draft_tokens: 5, tok_s: 1}]", "less than steps + 1 = 6"),
+        ("points=[{steps: 5, draft_tokens: 9, tok_s: 1}]", "is a tree: give its acceptance_length"),
+        ("trees=[{steps: 5, topk: 2, draft_tokens: 5}]", "cannot hold a path"),
+        ("trees=[{steps: 5, topk: 1, draft_tokens: 6}]", "greater than or equal to 2"),
+        ("acceptance_fall=[0.5,0.9]", "a range that holds 1"),
+        ("steps=[2,2]", "given twice"),
+        ("batches=[]", "at least 1"),
+    ],
+)
+def test_a_plans_mistakes_are_named(wrong: str, said: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(PlanConfig, None, [wrong])
+
+    (problem,) = caught.value.problems
+    assert problem.kind == "config.value" and said in problem.message
+
+
+def test_acceptance_comes_from_one_place() -> None:
+    with pytest.raises(ProblemsError, match="leave one out"):
+        load_config(PlanConfig, None, ["acceptance=0.5", "acceptance_file=x.json"])
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,18 +15,10 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import ProblemsError
-from eagle3.evaluate.acceptance import (
-    MOST_SOURCES,
-    AcceptanceResult,
-    SourceAcceptance,
-    Walk,
-    acceptance,
-    add_walks,
-    answer_spans,
-    bootstrap_interval,
-    samples_by_source,
-    walk,
-)
+from eagle3.evaluate.acceptance import MOST_SOURCES, acceptance, samples_by_source
+from eagle3.evaluate.bootstrap import ratio_intervals
+from eagle3.evaluate.result import AcceptanceResult, SourceAcceptance
+from eagle3.evaluate.walks import Walk, add_walks, answer_spans, walk
 
 from ..serve.cases import VOCAB, make_contract, make_samples, make_store, make_target_config
 from .simulate import Drafter, make_tokens, serve_answer
@@ -94,7 +86,25 @@ def test_equals_autoregressive_serving_token_by_token(tmp_path: Path, norm_outpu
             assert (result.rounds, result.committed) == (len(rounds), committed)
             assert result.rate == sum(accepted) / (4 * len(rounds))
             assert result.length == committed / len(rounds)
+        item = result.by_steps[steps - 1]
+        assert item.histogram == tuple(accepted.count(count) for count in range(steps + 1))
+        assert (item.rounds, item.rate) == (len(rounds), sum(accepted) / (steps * len(rounds)))
+        assert item.interval[0] <= item.length <= item.interval[1]
     assert result.samples == 4
+
+
+def test_more_drafts_than_were_trained_or_than_an_answer_has(tmp_path: Path) -> None:
+    """Ten a round on answers of up to eleven tokens, which end inside an accepted prefix."""
+    model = make_model()
+    reader = make_reader(tmp_path, model, MASKS[4:], most=9)
+    result = acceptance(model, reader, VOCABULARY, 10)
+    assert len(result.by_steps) == 10 and sum(result.full.histogram[3:]) > 0
+    for steps in (1, 6, 10):
+        rounds = simulated(reader, model, steps)
+        assert result.length_by_steps[steps - 1] == sum(committed for _, committed in rounds) / len(rounds)
+        assert result.by_steps[steps - 1].histogram == tuple(
+            [accepted for accepted, _ in rounds].count(count) for count in range(steps + 1)
+        )
 
 
 def test_acceptance_by_depth_is_that_of_the_rounds_that_get_there(tmp_path: Path) -> None:
@@ -132,7 +142,9 @@ def test_acceptance_by_source_is_that_of_its_samples(tmp_path: Path) -> None:
     assert list(found) == ["a", "b", "no source"]
     for name, indices in {"a": [2, 4], "b": [1, 3], "no source": [0]}.items():
         alone = acceptance(model, reader, VOCABULARY, 3, indices)
-        assert found[name] == SourceAcceptance(alone.length, alone.rounds, alone.samples)
+        assert found[name] == SourceAcceptance(
+            alone.length, alone.rounds, alone.samples, alone.interval, alone.length_by_steps
+        )
 
 
 def test_of_many_sources_the_smallest_are_put_together() -> None:
@@ -241,6 +253,29 @@ def test_walks_add_up() -> None:
 def test_answer_spans() -> None:
     assert answer_spans(torch.tensor([1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)) == [(0, 2), (3, 4), (6, 7)]
     assert answer_spans(torch.zeros(3, dtype=torch.bool)) == []
+
+
+def bootstrap_interval(walks: Sequence[Walk], seed: int = 0) -> tuple[float, float]:
+    above, below = ([[getattr(item, name)] for item in walks] for name in ("committed", "rounds"))
+    return ratio_intervals(torch.tensor(above), torch.tensor(below), seed)[0]
+
+
+def test_bootstrap_in_blocks_is_the_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain one, sample by sample, with the same draws; the last block is a shorter one."""
+    monkeypatch.setattr("eagle3.evaluate.bootstrap._ENTRIES", 7 * 64)
+    generator = torch.Generator().manual_seed(2)
+    below = torch.randint(1, 30, (7, 2), generator=generator)
+    above = below + torch.randint(0, 30, (7, 2), generator=generator)
+    found = ratio_intervals(above, below, seed=4)
+    drawing, draws = torch.Generator().manual_seed(4), []
+    for count in [64] * 15 + [40]:
+        draws += torch.randint(7, (count, 7), generator=drawing).tolist()
+    for column in range(2):
+        ratios = sorted(
+            sum(int(above[one, column]) for one in drawn) / sum(int(below[one, column]) for one in drawn)
+            for drawn in draws
+        )
+        assert found[column] == pytest.approx((ratios[25], ratios[-26]))
 
 
 def test_bootstrap_is_seeded_and_brackets_the_pooled_length() -> None:

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from eagle3.config import ServeConfig
+from eagle3.cli import main
+from eagle3.config import PlanConfig, ServeConfig
 from eagle3.data.store import StoreReader
 from eagle3.errors import ProblemsError
 from eagle3.evaluate.acceptance import acceptance
 from eagle3.evaluate.checkpoint import EvaluationReport, evaluate_checkpoint
 from eagle3.serve.export import export_run
+from eagle3.serve.planner import make_plan
 from eagle3.serve.saved_draft import load_run
 
 from ..serve.cases import Run, make_contract, make_run, make_samples, make_store, make_target_config
 
+SCHEMA = Path(__file__).parents[3] / "docs/schemas/evaluation.schema.json"
 MASKS = [[0, 0] + [1] * 30, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]
 
 
@@ -76,6 +82,58 @@ def test_the_table_shows_every_number_of_drafts(run: Run) -> None:
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
     assert f"{report.result.length_by_steps[1]:.3f}" in lines[3]
     assert "95% interval" in lines[6] and "acceptance rate" in lines[6]
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_json_is_what_the_schema_says_and_the_planner_reads_it(
+    run: Run, tmp_path: Path, temperature: float | None
+) -> None:
+    report = evaluate_checkpoint(run.folder, run.dataset, 4, temperature=temperature)
+    value = json.loads(report.to_json())
+    jsonschema.validate(value, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert [row["length"] for row in value["by_steps"]] == list(report.result.length_by_steps)
+    assert (value["sampling"] is None) == (temperature is None)
+    never = replace(report, result=replace(report.result, by_depth=(0.0, math.nan)))
+    assert json.loads(never.to_json())["by_depth"] == [0.0, None], "none of them is not no data"
+    (tmp_path / "evaluation.json").write_text(report.to_json())
+    cost = {"verify_fixed_ms": 20, "verify_per_token_ms": 1, "draft_ms_per_step": 0.2}
+    config = PlanConfig.model_validate({"acceptance_file": str(tmp_path / "evaluation.json"), "cost": cost})
+    rows = make_plan(config).batches[0].rows
+    assert [row.acceptance_length for row in rows[:4]] == pytest.approx(report.result.length_by_steps)
+
+
+def test_json_without_data_has_nulls_and_the_planner_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path, masks=[[0, 0, 1]])
+    text = evaluate_checkpoint(run.folder, run.dataset, 2, temperature=1.0).to_json()
+    value = json.loads(text)
+    jsonschema.validate(value, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert value["by_steps"][0]["length"] is None and value["sampling"]["lengths"] == [None, None]
+    (tmp_path / "evaluation.json").write_text(text)
+    with pytest.raises(ProblemsError, match=r"plan\.acceptance_file"):
+        make_plan(PlanConfig(acceptance_file=str(tmp_path / "evaluation.json")))
+
+
+def test_the_command_prints_ten_step_counts_json_and_sampling(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["evaluate", "--checkpoint", str(run.folder), "--dataset", str(run.dataset)]
+    for args, code in (([], 0), (["--json", "--temperature", "1"], 0), (["--temperature", "0", "--json"], 2)):
+        with pytest.raises(SystemExit) as stop:
+            main([*where, *args])
+        out = capsys.readouterr().out
+        assert int(stop.value.code or 0) == code
+        if not args:
+            assert [line.split()[0] for line in out.splitlines()[2:12]] == [str(count) for count in range(1, 11)]
+        elif code == 0:
+            assert json.loads(out)["sampling"]["temperature"] == 1
+        else:
+            assert json.loads(out)["problems"][0]["kind"] == "evaluate.temperature"
+
+
+def test_the_table_shows_sampling(run: Run) -> None:
+    report = evaluate_checkpoint(run.folder, run.dataset, 2, temperature=1.0)
+    assert report.result.sampling is not None
+    lines = report.render().splitlines()
+    assert "sampling at temperature 1" in lines[-4]
+    assert f"{report.result.sampling.lengths[1]:.3f}" in lines[-1]
 
 
 def test_the_table_says_when_there_is_no_data(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""What speculative sampling would accept, from stored hidden states (arXiv 2211.17192), at a temperature, top-p off.
+
+With the target's distribution p and the draft's q, a draft x is accepted with probability min(1, p(x) / q(x)). Two
+chances follow for a place whose prefix is the text's:
+
+    overlap   sum over x of min(p(x), q(x)): whatever token the draft may be
+    own       min(1, q(x) / p(x)) for x the text's own token: how likely it came from an accepted draft, given that
+              the target's draw, however it came about, is x
+
+Given the text the rounds are a Markov chain over its tokens, so the expected number of rounds is exact, and needs no
+sampling: `expected_rounds`. With `own` it is that of this very text, and right on average over texts that the target
+sampled at this temperature; with `overlap` each step is averaged over the target's draw, with the text as prefix.
+
+Shapes: B rows, T tokens, K draft steps, V target vocab, D draft vocab, R chains of a step, S answers, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3.draft.batch import DraftBatch
+from eagle3.draft.chains import ChainPlan, plan_chains
+from eagle3.draft.loss import TEACHER_ROWS, TargetHead
+from eagle3.draft.model import DraftModel
+from eagle3.draft.ttt import unroll
+from eagle3.draft.vocab import DraftVocab
+
+Span = tuple[int, int]
+KINDS = ("overlap", "own")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Attributes:
+    head: all of the target's, on the model's device.
+    temperature: of target and draft alike, above 0.
+    """
+
+    head: TargetHead
+    temperature: float
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """What one pass over a batch says of every chain i at every step k, about token i+2+k; 0 where none is drafted.
+
+    Attributes:
+        matches: bool [K, B, T], the greedy draft is that token.
+        chances: float32 [2, K, B, T], `KINDS`.
+    """
+
+    matches: Tensor
+    chances: Tensor
+
+
+@torch.no_grad()
+def foresee(model: DraftModel, batch: DraftBatch, vocab: DraftVocab, steps: int, sampling: Sampling) -> Foreseen:
+    """Greedy drafts and chances of acceptance in one pass, the batch's own tokens being read."""
+    plan = plan_chains(batch.loss_mask, batch.document_ids, steps, "served")
+    places = batch.input_ids.numel()
+    matches = torch.zeros(steps, places, dtype=torch.bool, device=batch.input_ids.device)
+    chances = torch.zeros(len(KINDS), steps, places, device=batch.input_ids.device)
+    if plan.document_sources:
+        target = _Target.read(batch, vocab, plan, sampling)
+        for k, (rows, output) in enumerate(zip(plan.steps, unroll(model, batch, plan), strict=True)):
+            own = plan.sources[rows.sources]
+            parts = [
+                _compare(model.logits(some), target, ahead, vocab, sampling.temperature)
+                for some, ahead in zip(output.split(TEACHER_ROWS), rows.ahead.split(TEACHER_ROWS), strict=True)
+            ]
+            if parts:
+                hits, overlap, likely = (torch.cat(column) for column in zip(*parts, strict=True))
+                matches[k, own] = hits
+                chances[:, k, own] = torch.stack([overlap, likely])
+    shape = batch.input_ids.shape
+    return Foreseen(matches.view(steps, *shape), chances.view(len(KINDS), steps, *shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """The target at the plan's teacher places, R chains of step 0.
+
+    Attributes:
+        logits: [R, D], on the draft vocab, in the head's type, not tempered.
+        log_sum: [R], logarithm of the sum that norms p, over the whole vocab.
+        own: [R], logarithm of p of the text's next token.
+        tokens: int64 [R], that token.
+    """
+
+    logits: Tensor
+    log_sum: Tensor
+    own: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def read(cls, batch: DraftBatch, vocab: DraftVocab, plan: ChainPlan, sampling: Sampling) -> _Target:
+        tokens = batch.input_ids.flatten()[plan.teacher_places + 1]
+        states = batch.last_rows(plan.teacher_places)
+        found = []
+        for rows, following in zip(states.split(TEACHER_ROWS), tokens.split(TEACHER_ROWS), strict=True):
+            logits = sampling.head.logits(rows)
+            tempered = _tempered(logits, sampling.temperature)
+            log_sum = tempered.logsumexp(1)
+            own = tempered.gather(1, following[:, None])[:, 0] - log_sum
+            found.append((logits.index_select(1, vocab.ids), log_sum, own))
+        chosen, log_sums, owns = (torch.cat(column) for column in zip(*found, strict=True))
+        return cls(chosen, log_sums, owns, tokens)
+
+
+def _compare(
+    logits: Tensor, target: _Target, ahead: Tensor, vocab: DraftVocab, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] of each: the greedy draft is the text's token; the overlap; the chance of the text's own token.
+
+    Args:
+        logits: [R, D], the draft's.
+        ahead: int64 [R], each chain's place in `target`.
+    """
+    tokens = target.tokens[ahead]
+    hits = vocab.to_target(logits.argmax(-1)) == tokens
+    log_q = _tempered(logits, temperature).log_softmax(-1)
+    log_p = _tempered(target.logits[ahead], temperature) - target.log_sum[ahead][:, None]
+    overlap = torch.minimum(log_q, log_p).exp().sum(-1)
+    known = vocab.to_draft(tokens)
+    of_own = log_q.gather(1, known.clamp(min=0)[:, None])[:, 0]
+    likely = (of_own - target.own[ahead]).clamp(max=0).exp()
+    return hits, overlap.clamp(max=1).float(), likely.masked_fill(known < 0, 0).float()
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def expected_rounds(chances: Tensor, spans: Sequence[Span], steps: int) -> Tensor:
+    """float64 [steps], the expected number of rounds over one sample's answers with 1, 2, .., steps drafts a round.
+
+    Args:
+        chances: [K, T], K >= steps; (k, i) is the probability that chain i's draft at step k is accepted, where those
+            before it were; independent of each other.
+        spans: answers, half-open; the first token of each is known before its first round, as in `acceptance.walk`.
+        steps: most drafts a round.
+    """
+    starts = [(max(begin, 1), end) for begin, end in spans]
+    lengths = [end - 1 - last for last, end in starts if end - 1 > last]
+    if not lengths:
+        return torch.zeros(steps, dtype=torch.float64)
+    longest = max(lengths)
+    padded = torch.zeros(len(lengths), longest, steps, dtype=torch.float64)
+    firsts = [last - 1 for last, end in starts if end - 1 > last]
+    for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        padded[row, :length] = chances[:steps, first : first + length].T
+    reach = torch.cat([torch.ones_like(padded[..., :1]), padded.cumprod(2)], 2)
+    moves = torch.zeros(longest, steps, len(lengths), steps + 1, dtype=torch.float64)
+    for drafts in range(1, steps + 1):
+        moves[:, drafts - 1, :, :drafts] = (reach[..., :drafts] - reach[..., 1 : drafts + 1]).transpose(0, 1)
+        moves[:, drafts - 1, :, drafts] = reach[..., drafts].T
+    visits = torch.zeros(steps, len(lengths), longest + steps + 1, dtype=torch.float64)
+    visits[:, :, 0] = 1
+    for place in range(longest):  # a round at a token that is `place` after the first commits 1 .. steps + 1 tokens
+        visits[:, :, place + 1 : place + steps + 2] += visits[:, :, place, None] * moves[place]
+    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    return (visits[:, :, :longest] * inside).sum((1, 2))

@@ -1,0 +1,219 @@
+"""The plan: fits what is not given, predicts every setting, and says what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle3.config import PlanConfig, ScaleSection
+from eagle3.errors import problem_error, raise_problems
+from eagle3.serve.planner.fit import fit
+from eagle3.serve.planner.inputs import Inputs, drawn_measurements, drawn_values, read_inputs
+from eagle3.serve.planner.missing import MEANING, missing_problem
+from eagle3.serve.planner.model import (
+    ACCEPTANCE,
+    COSTS,
+    FALL,
+    FIXED,
+    GAIN,
+    PER_TOKEN,
+    Array,
+    Observation,
+    Values,
+)
+from eagle3.serve.planner.predict import BatchPlan, Interval, Luck, Range, interval_of, predict_batch
+
+DISAGREES = 0.05
+"""Relative difference of a measured and a given acceptance length that is worth a note."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One thing the plan rests on.
+
+    Attributes:
+        kind: `given`, `fitted` or `assumed`.
+        value: its number; a list of shares by depth for a listed acceptance.
+        interval: 95%; of what is assumed, the range; None where it is taken as exact.
+    """
+
+    name: str
+    kind: str
+    value: float | tuple[float, ...]
+    interval: Interval | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A measurement that was fitted to, and what the fit makes of it."""
+
+    seen: Observation
+    predicted: float
+
+    @property
+    def relative(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted / self.seen.measured - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    inputs: what it rests on.
+    residuals: of every measurement that was fitted to.
+    freedom: measurements less fitted parameters; with 0 the fit meets every one, right or wrong.
+    error: relative standard error of a measurement behind the intervals.
+    scale: what of the cycle is taken to be other than it was measured.
+    batches: in the order of the config.
+    notes: what a reader should know besides.
+    """
+
+    inputs: tuple[Input, ...]
+    residuals: tuple[Residual, ...]
+    freedom: int
+    error: float
+    scale: ScaleSection
+    batches: tuple[BatchPlan, ...]
+    notes: tuple[str, ...]
+
+
+def make_plan(config: PlanConfig, where: str = "plan") -> Plan:
+    """Predicts tokens/s at every step count, tree and batch.
+
+    Args:
+        where: named in problems.
+
+    Raises:
+        ProblemsError: the acceptance file is not one; the inputs leave something open (one problem that names it, and
+            the cheapest measurement); or a cycle would take no time.
+    """
+    inputs = read_inputs(config)
+    fixed = {**inputs.given, **inputs.assumed, GAIN: 1.0}
+    missing = missing_problem(config, where, inputs.model, inputs.names, fixed, inputs.seen)
+    raise_problems([] if missing is None else [missing])
+    generator = np.random.default_rng(config.seed)
+    values = drawn_values(inputs, config, generator)
+    measured = np.array([item.measured for item in inputs.seen])
+    freedom = len(inputs.seen) - len(inputs.names)
+    first = fit(inputs.model, inputs.names, _first(values), inputs.seen, measured[None], 1)
+    error = _error(first.predicted, measured, freedom, config.measurement_error)
+    noisy = drawn_measurements(measured, error, config.draws + 1, generator)
+    fitted = fit(inputs.model, inputs.names, values, inputs.seen, noisy, config.draws + 1)
+    values = {**values, **fitted.values}
+    baselines = config.baselines
+    drawn = drawn_measurements(np.array(list(baselines.values())), error, config.draws + 1, generator)
+    baseline = {batch: drawn[:, column] for column, batch in enumerate(baselines)}
+    luck = Luck.draw(generator, config, error)
+    reach = _reach(config, inputs)
+    if sum(float(values[name][0]) for name in COSTS) <= 0:
+        raise problem_error(where, "plan.cost", "a cycle takes no time at all", "give the costs of `cost` in ms")
+    residuals = tuple(map(Residual, inputs.seen, fitted.predicted))
+    return Plan(
+        inputs=_inputs(inputs, values, config),
+        residuals=residuals,
+        freedom=freedom,
+        error=error,
+        scale=config.scale,
+        batches=tuple(
+            predict_batch(inputs.model, values, config, batch, baseline.get(batch), reach, luck)
+            for batch in config.batches
+        ),
+        notes=tuple(_notes(config, inputs, values, residuals, fitted.settled)),
+    )
+
+
+def _first(values: Values) -> dict[str, Array]:
+    return {name: column[:1] for name, column in values.items()}
+
+
+def _error(predicted: Sequence[float], measured: Array, freedom: int, stated: float) -> float:
+    """The stated error of a measurement, or the residuals' where there are some and they are larger."""
+    if freedom <= 0 or not predicted:
+        return stated
+    squares = np.log(np.array(predicted) / measured) ** 2
+    return max(stated, math.sqrt(float(squares.sum()) / freedom))
+
+
+def _reach(config: PlanConfig, inputs: Inputs) -> Range:
+    """What was measured of the verify line, and of acceptance."""
+    verified = [
+        item.point.tokens * item.point.batch
+        for item in inputs.seen
+        if item.quantity in ("verify_ms", "cycle_ms", "tok_s")
+    ]
+    tokens = (min(verified), max(verified)) if {FIXED, PER_TOKEN} & set(inputs.names) else None
+    if inputs.model.accepted is not None:
+        return Range(tokens, len(inputs.model.accepted))
+    if ACCEPTANCE in inputs.given:
+        return Range(tokens, None)
+    deepest = [
+        point.steps
+        for point in config.points
+        if not point.is_tree and (point.tok_s is not None or point.acceptance_length is not None)
+    ]
+    return Range(tokens, max(deepest))
+
+
+def _inputs(inputs: Inputs, values: Values, config: PlanConfig) -> tuple[Input, ...]:
+    found = []
+    if inputs.accepted_from is not None and inputs.model.accepted is not None:
+        listed = tuple(map(float, inputs.model.accepted))
+        found.append(Input("accepted_by_depth", "given", listed, None, inputs.accepted_from))
+    for name in (ACCEPTANCE, FALL, *COSTS):
+        if name in inputs.names:
+            spread = interval_of(values[name])
+            found.append(Input(name, "fitted", float(values[name][0]), spread, "points"))
+        elif name in inputs.given:
+            found.append(Input(name, "given", inputs.given[name], None, "acceptance" if name == ACCEPTANCE else "cost"))
+        elif name in inputs.assumed:
+            low, high = config.acceptance_fall
+            source = "acceptance_fall" if name == FALL else f"nothing shows {MEANING[name]}"
+            found.append(Input(name, "assumed", inputs.assumed[name], (low, high) if name == FALL else None, source))
+    for item in inputs.seen:
+        found.append(Input(_label(item), "given", item.measured, None, "points"))
+    for batch, speed in config.baselines.items():
+        found.append(Input(f"baseline tok_s at batch {batch}", "given", speed, None, "baseline"))
+    return tuple(found)
+
+
+def _label(seen: Observation) -> str:
+    return f"{seen.quantity} at {seen.point.steps} steps, {seen.point.tokens} draft tokens, batch {seen.point.batch}"
+
+
+def _notes(
+    config: PlanConfig, inputs: Inputs, values: Values, residuals: Sequence[Residual], settled: float
+) -> list[str]:
+    notes = []
+    unknown = [batch for batch in config.batches if batch not in config.baselines]
+    if unknown:
+        which = ", ".join(map(str, unknown))
+        notes.append(f"no baseline at batch {which}: measure tokens/s without a drafter there to know what it is worth")
+    worst = max(residuals, key=lambda item: abs(item.relative), default=None)
+    if worst is not None and abs(worst.relative) > 3 * config.measurement_error:
+        notes.append(
+            f"the points do not fit the model: {_label(worst.seen)} was {worst.seen.measured:g}, the fit says "
+            f"{worst.predicted:.4g} ({worst.relative:+.0%})"
+        )
+    if inputs.names and settled < 0.99:
+        notes.append(f"the fit did not settle in {1 - settled:.0%} of the draws: the points hardly determine it")
+    at_edge = [name for name in inputs.names if float(values[name][0]) < 1e-6]
+    if at_edge:
+        notes.append(
+            f"the points want less than nothing for {', '.join(map(MEANING.__getitem__, at_edge))}: taken as 0"
+        )
+    if len({point.batch for point in config.points} | set(config.batches)) > 1:
+        notes.append("a draft step and the overhead are taken to cost the same at every batch")
+    for point in config.points:
+        if point.acceptance_length is None or point.is_tree or not inputs.model.own_lengths:
+            continue
+        expected = float(inputs.model.length(values, point.steps)[0])
+        if abs(expected / point.acceptance_length - 1) > DISAGREES:
+            notes.append(
+                f"at {point.steps} steps the server's acceptance length is {point.acceptance_length:.2f}, the given "
+                f"acceptance makes it {expected:.2f}: check the wiring, or that the prompts are alike"
+            )
+    return notes
