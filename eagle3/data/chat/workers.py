@@ -40,11 +40,11 @@ def render_all(
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, _MOST) if len(conversations) >= _MANY else 1
+    chunks = [conversations[begin : begin + _CHUNK] for begin in range(0, len(conversations), _CHUNK)]
     if workers == 1:
         renderer = Renderer(tokenizer, template_kwargs)
-        yield from (_rendering(renderer, conversation, split_turns) for conversation in conversations)
+        yield from chain.from_iterable(_render(renderer, chunk, split_turns) for chunk in chunks)
         return
-    chunks = [conversations[begin : begin + _CHUNK] for begin in range(0, len(conversations), _CHUNK)]
     given = (tokenizer, dict(template_kwargs), split_turns)
     try:
         with ProcessPoolExecutor(workers, get_context("spawn"), _start, given) as pool:
@@ -62,7 +62,11 @@ def _start(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], 
 
 
 def _render_chunk(conversations: Sequence[Conversation]) -> list[Rendering]:
-    renderer, split_turns = _renderer
+    return _render(_renderer[0], conversations, _renderer[1])
+
+
+def _render(renderer: Renderer, conversations: Sequence[Conversation], split_turns: SplitTurns) -> list[Rendering]:
+    renderer.ahead(conversations)
     return [_rendering(renderer, conversation, split_turns) for conversation in conversations]
 
 
