@@ -66,11 +66,11 @@ def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_siz
 
 
 def count_store(reader: StoreReader, share: int | None = None, seed: int = 0) -> SupervisedCounts:
-    """Counts of a store, or of `share` of its samples, drawn at random by `seed`."""
+    """Counts of a store by source, or of `share` of its samples, drawn at random by `seed`."""
     chosen = draw(len(reader), share, seed)
     counts = _empty(reader.contract.vocab_size, len(chosen), len(reader))
-    for input_ids, loss_mask in _store_tokens(reader, chosen):
-        counts.add(input_ids[loss_mask].long(), None)
+    for index, (input_ids, loss_mask) in zip(chosen, _store_tokens(reader, chosen), strict=True):
+        counts.add(input_ids[loss_mask].long(), reader.samples[index].source)
     return counts
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from eagle3.data.chat.direct import in_blocks
 from eagle3.data.chat.encoding import Encoder
 from eagle3.data.chat.render import Renderer
 from eagle3.data.chat.workers import _rendering
@@ -88,3 +89,17 @@ def test_a_call_with_truncation_before_does_not_cut_what_comes_after() -> None:
     tok("text", truncation=True, max_length=1)
     assert Renderer(tok).whole(talk("Hi", "Hello.")) == whole
     assert json.dumps(whole.input_ids) == json.dumps(long_way(tok).whole(talk("Hi", "Hello.")).input_ids)
+
+
+def test_a_mark_that_goes_on_in_the_whole_text_is_not_the_prompts() -> None:
+    encoder = Encoder(tokenizer(special=("<s>", "</s>", "<|", "<|end|>")))
+    known = encoder.known("a<|end|>b", encoder.ids("a<|end|>b"))
+    for prompt in ("a<|", "a<|e", "a<|end|>", "a"):
+        assert encoder.ids_after(prompt, known) == encoder.ids(prompt)
+
+
+def test_a_token_is_in_a_block_if_a_character_of_it_is() -> None:
+    offsets = [(0, 2), (2, 4), (4, 4), (4, 5), (4, 5), (5, 9)]
+    assert in_blocks(offsets, [(2, 4)]) == [False, True, False, False, False, False]
+    assert in_blocks(offsets, [(1, 3), (4, 5)]) == [True, True, False, True, True, False]
+    assert in_blocks(offsets, [(8, 9)]) == [False, False, False, False, False, True]
