@@ -93,8 +93,9 @@ def render_inspection(found: Mapping[str, Any]) -> str:
         f"{size['shards']:,} bytes of shards{per_token}; {size['target_head']:,} bytes of target head",
     ]
     if any(row["source"] is not None for row in found["sources"]):
-        table = [("source", "samples", "tokens", "supervised")]
-        table += [(_source_name(row["source"]), *(f"{row[key]:,}" for key in table[0][1:])) for row in found["sources"]]
+        columns = ("samples", "tokens", "supervised")
+        table: list[tuple[str, ...]] = [("source", *columns)]
+        table += [(_source_name(row["source"]), *(f"{row[key]:,}" for key in columns)) for row in found["sources"]]
         lines += ["", "samples by source", *(f"  {line}" for line in aligned(table))]
     if counts["samples"]:
         lines += ["", "samples by length in tokens", *_bars(found["lengths"])]
