@@ -311,5 +311,9 @@ def sha256_file(path: Path) -> str:
 
 def digest_json(value: Any) -> str:
     """`sha256:<hex>` of `value` as canonical JSON (sorted keys, no spaces)."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return f"sha256:{hashlib.sha256(canonical_json(value).encode()).hexdigest()}"
+
+
+def canonical_json(value: Any) -> str:
+    """`value` with sorted keys and without spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from eagle3.config import ConversationsConfig
@@ -16,6 +19,8 @@ from eagle3.data.formats.sharegpt import read_sharegpt
 from eagle3.data.records import FIX, read_records
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
+
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
 @dataclass(frozen=True)
@@ -49,31 +54,65 @@ def load_conversations(cfg: ConversationsConfig) -> tuple[list[Conversation], Dr
     Nothing is left out unless `cfg.skip_bad`.
 
     Raises:
-        ProblemsError: the file cannot be read; it holds no conversation, or records of several formats; without
-            `skip_bad`, every bad record.
+        ProblemsError: as iterating over `ConversationStream`.
     """
-    conversations: list[Conversation] = []
-    problems: list[Problem] = []
-    dropped, formats = Drops(), _Formats()
-    places: dict[str, str] = {}
-    for where, record in read_records(cfg):
-        found = [record] if isinstance(record, Problem) else _conversation(record, where, cfg.format, formats)
-        if isinstance(found, Conversation) and found.id in places:
-            message = f"id {found.id!r} is that of {places[found.id]} too"
-            found = [Problem(where, "conversations.duplicate_id", message, FIX)]
-        if isinstance(found, Conversation):
-            places[found.id] = where
-            conversations.append(found)
-        else:
-            problems += found
-            dropped.add(found[0].kind, _source(record))
-    raise_problems(formats.problems(cfg.path))
-    if not cfg.skip_bad:
-        raise_problems(problems, f"{dropped.total()} bad records in {cfg.path}")
-    if not conversations:
-        held = dict(dropped.by_reason()) or ""
-        raise problem_error(cfg.path, "conversations.empty", f"holds no conversation {held}", "check it")
-    return conversations, dropped
+    stream = ConversationStream(cfg)
+    return list(stream), stream.dropped
+
+
+class ConversationStream:
+    """The conversations of `cfg.path`, one after the other, to be gone through once, and to the end.
+
+    Of each that went by, a digest of its id and a number are kept, and nothing else.
+
+    Attributes:
+        dropped: the records that were left out so far, by reason and source.
+    """
+
+    def __init__(self, cfg: ConversationsConfig) -> None:
+        self._cfg = cfg
+        self.dropped = Drops()
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """Where a bad record is an error (without `skip_bad`), no conversation comes after the first one.
+
+        Raises:
+            ProblemsError: the file cannot be read; at the end: it holds no conversation, or records of several formats;
+                without `skip_bad`, every bad record.
+        """
+        cfg, formats, places, found_any = self._cfg, _Formats(), _Places(), False
+        problems: list[Problem] = []
+        for where, record in read_records(cfg):
+            found = [record] if isinstance(record, Problem) else _conversation(record, where, cfg.format, formats)
+            if isinstance(found, Conversation) and (earlier := places.add(found.id, where)):
+                found = [Problem(where, "conversations.duplicate_id", f"id {found.id!r} is that of {earlier} too", FIX)]
+            if not isinstance(found, Conversation):
+                if not cfg.skip_bad:
+                    problems += found
+                self.dropped.add(found[0].kind, _source(record))
+            elif not problems:
+                found_any = True
+                yield found
+        raise_problems(formats.problems(cfg.path))
+        raise_problems(problems, f"{self.dropped.total()} bad records in {cfg.path}")
+        if not found_any:
+            held = dict(self.dropped.by_reason()) or ""
+            raise problem_error(cfg.path, "conversations.empty", f"holds no conversation {held}", "check it")
+
+
+class _Places:
+    """Where each id was met first; all places of a file differ in their last number alone."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, name: str, where: str) -> str | None:
+        """Notes an id's place; gives the earlier one if there is one."""
+        digest = blake2b(name.encode(), digest_size=16).digest()
+        match = _LAST_NUMBER.search(where)
+        assert match is not None, where
+        number = self._numbers.setdefault(digest, int(match[0]))
+        return None if number == int(match[0]) else f"{where[: match.start()]}{number}{where[match.end() :]}"
 
 
 class _Formats:

@@ -60,6 +60,7 @@ def inspect_store(folder: Path | str) -> dict[str, Any]:
             "target_head": manifest.target_head.bytes,
             "per_token": size / tokens if tokens else None,
         },
+        "sources": _sources(samples),
         "lengths": _lengths([sample.tokens for sample in samples]),
         "loss_fractions": _fractions(samples),
         "provenance": manifest.provenance,
@@ -91,6 +92,11 @@ def render_inspection(found: Mapping[str, Any]) -> str:
         f"{counts['supervised']:,} supervised{fraction}",
         f"{size['shards']:,} bytes of shards{per_token}; {size['target_head']:,} bytes of target head",
     ]
+    if any(row["source"] is not None for row in found["sources"]):
+        columns = ("samples", "tokens", "supervised")
+        table: list[tuple[str, ...]] = [("source", *columns)]
+        table += [(_source_name(row["source"]), *(f"{row[key]:,}" for key in columns)) for row in found["sources"]]
+        lines += ["", "samples by source", *(f"  {line}" for line in aligned(table))]
     if counts["samples"]:
         lines += ["", "samples by length in tokens", *_bars(found["lengths"])]
         lines += ["", "samples by loss fraction (supervised / all tokens)", *_bars(found["loss_fractions"])]
@@ -164,6 +170,23 @@ def recorded_target(manifest: Manifest) -> str | None:
     target = config.get("target") if isinstance(config, dict) else None
     path = target.get("path") if isinstance(target, dict) else None
     return path if isinstance(path, str) else None
+
+
+def _sources(samples: Sequence[SampleInfo]) -> list[dict[str, Any]]:
+    """Samples, tokens and supervised tokens of each source, by name; those that name none come last."""
+    found: dict[str | None, list[int]] = {}
+    for sample in samples:
+        counts = found.setdefault(sample.source, [0, 0, 0])
+        for place, value in enumerate((1, sample.tokens, sample.supervised)):
+            counts[place] += value
+    names = sorted(found, key=lambda name: (name is None, name))
+    return [
+        {"source": name, **dict(zip(("samples", "tokens", "supervised"), found[name], strict=True))} for name in names
+    ]
+
+
+def _source_name(name: str | None) -> str:
+    return "no source" if name is None else printable(name)
 
 
 def _lengths(lengths: Sequence[int]) -> list[dict[str, Any]]:

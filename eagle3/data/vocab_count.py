@@ -34,6 +34,16 @@ class SupervisedCounts:
     samples: int = 0
     parts: list[tuple[str | None, torch.Tensor]] = field(default_factory=list)
 
+    @classmethod
+    def empty(cls, vocab_size: int) -> SupervisedCounts:
+        """Of no sample; `of` is to be set when all have been added."""
+        return cls(torch.zeros(vocab_size, dtype=torch.int64), 0, keeps_parts=False)
+
+    def add_sample(self, sample: TokenSample) -> None:
+        """Counts a rendered conversation."""
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        self.add(torch.tensor(sample.input_ids)[mask].long(), sample.source)
+
     def add(self, supervised: torch.Tensor, source: str | None) -> None:
         """Counts a sample's supervised ids."""
         self.samples += 1
@@ -66,11 +76,11 @@ def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_siz
 
 
 def count_store(reader: StoreReader, share: int | None = None, seed: int = 0) -> SupervisedCounts:
-    """Counts of a store, or of `share` of its samples, drawn at random by `seed`."""
+    """Counts of a store by source, or of `share` of its samples, drawn at random by `seed`."""
     chosen = draw(len(reader), share, seed)
     counts = _empty(reader.contract.vocab_size, len(chosen), len(reader))
-    for input_ids, loss_mask in _store_tokens(reader, chosen):
-        counts.add(input_ids[loss_mask].long(), None)
+    for index, (input_ids, loss_mask) in zip(chosen, _store_tokens(reader, chosen), strict=True):
+        counts.add(input_ids[loss_mask].long(), reader.samples[index].source)
     return counts
 
 
@@ -81,8 +91,7 @@ def count_samples(
     chosen = draw(len(samples), share, seed)
     counts = _empty(vocab_size, len(chosen), len(samples))
     for index in chosen:
-        ids, mask = samples[index].input_ids, samples[index].loss_mask
-        counts.add(torch.tensor(ids)[torch.tensor(mask, dtype=torch.bool)].long(), samples[index].source)
+        counts.add_sample(samples[index])
     return counts
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from eagle3.config import ExtractConfig
 from eagle3.data.chat import PrepareReport
+from eagle3.data.chat.sample_file import Each
 from eagle3.data.store import StoredSample
 from eagle3.data.target_argmax import make_target_head, with_argmax
 from eagle3.errors import raise_problems
@@ -133,13 +134,13 @@ def _extract(plan: ExtractPlan, write: Write[Done]) -> Done:
     engine = TransformersEngine(model, spec, plan.contract.wiring, cfg.last_hidden_states)
     tensors = spec.head_tensors(model)
     head = make_target_head(tensors, plan.files.text_config, cfg.last_hidden_states)
-    ids = [sample.id for sample in plan.samples]
-    self_check(engine, ids, [sample.input_ids for sample in plan.samples], head, plan.layout.value_dtype)
+    ids, tokens = Each(plan.samples, lambda sample: sample.id), Each(plan.samples, lambda sample: sample.input_ids)
+    self_check(engine, ids, tokens, head, plan.layout.value_dtype)
     head_tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
 
     def captured(missing: Sequence[int]) -> Iterator[tuple[int, StoredSample]]:
         """Which samples share a forward pass depends on the set and the limits alone."""
-        lengths = [len(plan.samples[index].input_ids) for index in missing]
+        lengths = [plan.sample_tokens[index][1] for index in missing]
         for batch in batches_by_length(lengths, cfg.batch_tokens):
             for index, sample in _capture(plan, engine, [missing[place] for place in batch]):
                 yield index, with_argmax(sample, plan.layout, head)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import TargetConfig
 from eagle3.data.chat import template_digest, tokenizer_digest
 from eagle3.data.conversations import Conversation
-from eagle3.files import digest_json
+from eagle3.files import canonical_json
 from eagle3.target.resolve import TargetFiles, weights_digest
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.layers import LayerWiring
@@ -57,4 +58,26 @@ def target_contract(
 
 def conversations_digest(conversations: Iterable[Conversation]) -> str:
     """`sha256:<hex>` of their content, in order, wherever the file is."""
-    return digest_json([asdict(conversation) for conversation in conversations])
+    digest = ConversationsDigest()
+    deque(digest.passing(conversations), maxlen=0)
+    return digest.value()
+
+
+class ConversationsDigest:
+    """The digest of conversations that go by, as that of one JSON list of them all."""
+
+    def __init__(self) -> None:
+        self._digest, self._before = hashlib.sha256(b"["), b""
+
+    def passing(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        """The same conversations."""
+        for conversation in conversations:
+            self._digest.update(self._before + canonical_json(vars(conversation)).encode())
+            self._before = b","
+            yield conversation
+
+    def value(self) -> str:
+        """Of all that went by so far."""
+        whole = self._digest.copy()
+        whole.update(b"]")
+        return f"sha256:{whole.hexdigest()}"

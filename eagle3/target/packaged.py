@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from eagle3.data.tensor_file import plain_os_errors
 from eagle3.errors import problem_error
@@ -30,11 +30,21 @@ def packaged_smollm2(folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = packaged_tokenizer()
     with atomic_folder(folder) as temporary, plain_os_errors(folder):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return folder
+
+
+def packaged_tokenizer() -> PreTrainedTokenizerBase:
+    """The package's tokenizer, without its weights.
+
+    Raises:
+        ProblemsError: kind `demo.no_model`; the package is not installed.
+    """
+    gguf = _gguf_file()
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 
 
 def _gguf_file() -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +21,7 @@ import torch
 from eagle3.config import ExtractConfig, TargetConfig
 from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
+from eagle3.data.chat.sample_file import Chosen
 from eagle3.data.store_check import is_complete
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
 from eagle3.data.store_layout import StoreLayout
@@ -44,7 +47,7 @@ class ExtractPlan:
     files: TargetFiles
     contract: WiringContract
     settings: dict[str, Any]
-    samples: list[TokenSample]
+    samples: Sequence[TokenSample]
     prepared: PrepareReport
 
     @property
@@ -113,24 +116,24 @@ def make_plan(cfg: ExtractConfig, download: bool = True) -> ExtractPlan:
     return ExtractPlan(cfg, files, contract, settings, samples, source.prepared)
 
 
-def usable_samples(source: Source, files: TargetFiles) -> list[TokenSample]:
+def usable_samples(source: Source, files: TargetFiles) -> Sequence[TokenSample]:
     """The samples that this target can read as text; with `data.skip_bad` the others are dropped and counted.
 
     Raises:
         ProblemsError: without `skip_bad`, each sample that holds a picture's or another vocabulary's ids, or that
             is longer than the target's context.
     """
-    usable, problems, prepared = [], [], source.prepared
-    for sample in source.samples:
+    usable, problems, prepared = array("Q"), [], source.prepared
+    for number, sample in enumerate(source.samples):
         problem = _sample_problem(sample, files)
         if problem is None:
-            usable.append(sample)
+            usable.append(number)
             continue
         problems.append(problem)
         prepared.take_out(sample, problem.kind)
     if not source.skip_bad or not usable:
         raise_problems(problems, f"{len(problems)} of {len(source.samples)} samples cannot be used")
-    return usable
+    return source.samples if len(usable) == len(source.samples) else Chosen(source.samples, usable)
 
 
 def _sample_problem(sample: TokenSample, files: TargetFiles) -> Problem | None:
@@ -233,7 +236,7 @@ def check_resume(plan: ExtractPlan) -> bool:
     if not (plan.folder / MANIFEST_FILE).exists():
         return False
     manifest = store_folder.check_resume(plan.folder, plan.layout, plan.settings)
-    return is_complete(plan.folder, manifest, (sample.id for sample in plan.samples))
+    return is_complete(plan.folder, manifest, (name for name, _ in plan.sample_tokens))
 
 
 def _bytes_in(folder: Path) -> int:

@@ -55,7 +55,7 @@ def extract_served(plan: ExtractPlan, write: Write[Done]) -> Done:
 def _connect(plan: ExtractPlan, stack: ExitStack) -> tuple[SglangEngine, Served]:
     """The engine, its servers asked; they are let go with `stack`."""
     server, contract = plan.cfg.server, plan.contract
-    longest = max(len(sample.input_ids) for sample in plan.samples)
+    longest = max(tokens for _, tokens in plan.sample_tokens)
     client = stack.enter_context(_client(plan, server.url))
     served = check_server(client, plan.files, contract.wiring, longest)
     last_states = None

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from eagle3.data.chat.sample_file import Each
 from eagle3.data.shard_file import ShardFile, sample_info, shard_entry
 from eagle3.data.store_check import check_shard, check_target_head
 from eagle3.data.store_fingerprint import fingerprint_place
@@ -95,7 +96,7 @@ def check_engine(stream: StreamPlan, engine: StreamedEngine) -> None:
     """Small weights are read, and the self-check runs, before anything is written."""
     raise_problems(check_vectors(engine.skeleton.all_recipes()), f"cannot use {stream.plan.files.folder}")
     samples = stream.plan.samples
-    ids, batch = [sample.id for sample in samples], [sample.input_ids for sample in samples]
+    ids, batch = Each(samples, lambda sample: sample.id), Each(samples, lambda sample: sample.input_ids)
     with explained_loading(stream.plan.files.folder):  # a config that contradicts itself fails here, in any way
         self_check_streamed(engine, ids, batch, stream.plan.layout.value_dtype)
 
@@ -155,7 +156,7 @@ def walked(
 ) -> Iterator[tuple[list[Part], FingerprintRows | None]]:
     """Opens these shards of the chunk, and closes them if the walk succeeds; else nothing of them is left."""
     plan, parts, rows = stream.plan, [], None
-    lengths = [sum(len(plan.samples[index].input_ids) for index in shard.samples) for shard in chunk.shards]
+    lengths = [sum(plan.sample_tokens[index][1] for index in shard.samples) for shard in chunk.shards]
     try:
         for shard, length, end in zip(chunk.shards, lengths, accumulate(lengths), strict=True):
             if shard not in shards:

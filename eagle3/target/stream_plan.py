@@ -56,7 +56,7 @@ class StreamPlan:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(sample.input_ids) for sample in self.plan.samples]
+        return [tokens for _, tokens in self.plan.sample_tokens]
 
     @property
     def shares(self) -> list[list[Chunk]]:
@@ -81,7 +81,7 @@ class StreamPlan:
         ]
 
     def tokens(self, chunk: Chunk) -> int:
-        return sum(len(self.plan.samples[index].input_ids) for index in chunk.samples)
+        return sum(self.plan.sample_tokens[index][1] for index in chunk.samples)
 
 
 def begun_manifest(plan: ExtractPlan) -> Manifest | None:
@@ -126,7 +126,7 @@ def make_stream_plan(plan: ExtractPlan, begun: Mapping[str, Any] | None) -> Stre
     plan = settle_sizes(replace(plan, cfg=cfg), begun)
     process = this_process(plan.cfg.stream)
     skeleton = Skeleton(plan.files, getattr(torch, target.dtype), plan.contract.num_hidden_layers)
-    longest = max(len(sample.input_ids) for sample in plan.samples)
+    longest = max(tokens for _, tokens in plan.sample_tokens)
     memory = plan_memory(skeleton, plan.cfg.stream, longest, pick_device(device), scratch_folder(plan.cfg))
     sizes = {key: getattr(memory.sizes, key) for key in SIZES}
     cfg = plan.cfg.model_copy(update={"stream": plan.cfg.stream.model_copy(update=sizes)})

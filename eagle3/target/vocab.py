@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3.config import CacheSection, ExtractConfig
-from eagle3.data.chat import load_tokenizer, special_token_ids, tokenizer_digest
+from eagle3.data.chat import TokenSample, load_tokenizer, special_token_ids, tokenizer_digest
 from eagle3.data.open_reader import open_reader
 from eagle3.data.vocab_count import SupervisedCounts, count_samples, count_store
 from eagle3.data.vocab_coverage import CoverageReport, coverage_report, held
@@ -16,7 +16,7 @@ from eagle3.data.vocab_file import VocabFile
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.target.resolve import find_target
-from eagle3.target.source import read_source
+from eagle3.target.source import read_source, stream_source
 from eagle3.wiring.layers import is_int
 
 
@@ -72,12 +72,41 @@ def count_conversations(cfg: ExtractConfig, share: int | None = None, seed: int 
     """
     files = find_target(cfg.target, weights=False)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    samples, vocab_size = read_source(cfg, tokenizer).samples, files.facts.vocab_size
-    if (last := max(max(sample.input_ids) for sample in samples)) >= vocab_size:
-        message = f"its tokenizer gives token {last}, its vocabulary ends at {vocab_size - 1}"
-        raise problem_error(cfg.target.path, "extract.vocabulary", message, "use the target's own tokenizer")
+    vocab_size = files.facts.vocab_size
+    if share is None:
+        counts, last = SupervisedCounts.empty(vocab_size), _Last()
+
+        def count(sample: TokenSample) -> None:
+            last.see(sample)
+            if last.token < vocab_size:
+                counts.add_sample(sample)
+
+        counts.of = stream_source(cfg, tokenizer, count).prepared.samples
+        _check_last(cfg, last, vocab_size)
+    else:
+        samples, last = read_source(cfg, tokenizer).samples, _Last()
+        for sample in samples:
+            last.see(sample)
+        _check_last(cfg, last, vocab_size)
+        counts = count_samples(samples, vocab_size, share, seed)
     forced = [token for token in special_token_ids(tokenizer) if token < vocab_size]
-    return Counted(count_samples(samples, vocab_size, share, seed), forced, tokenizer_digest(tokenizer))
+    return Counted(counts, forced, tokenizer_digest(tokenizer))
+
+
+class _Last:
+    """The highest token id of samples that go by."""
+
+    def __init__(self) -> None:
+        self.token = -1
+
+    def see(self, sample: TokenSample) -> None:
+        self.token = max(self.token, *sample.input_ids)
+
+
+def _check_last(cfg: ExtractConfig, last: _Last, vocab_size: int) -> None:
+    if last.token >= vocab_size:
+        message = f"its tokenizer gives token {last.token}, its vocabulary ends at {vocab_size - 1}"
+        raise problem_error(cfg.target.path, "extract.vocabulary", message, "use the target's own tokenizer")
 
 
 def count_dataset(store: str, share: int | None = None, seed: int = 0, cache: CacheSection | None = None) -> Counted:

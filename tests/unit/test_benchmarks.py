@@ -22,6 +22,7 @@ from eagle3.errors import ProblemsError
 from eagle3.train.setup import ttt_settings
 from eagle3.train.tracking import read_log
 from tests.stores import train_config, write_random_store
+from tests.unit.data.chat_cases import tokenizer
 
 ROOT = Path(__file__).parents[2]
 PEER = """
@@ -167,3 +168,14 @@ def test_the_evaluations_benchmark_counts_what_torch_counts(monkeypatch: pytest.
         found["measure"]("tiny", 1, 64, 0.5, 3, 1.0, 64, "cpu")
     counted = found["operations"](found["make_config"]("tiny"), 64, 32, 3, True)
     assert counter.get_total_flops() / 2 == pytest.approx(counted, rel=0.1)  # a pass to warm up, and one more
+
+
+def test_the_datas_benchmark_runs_with_every_kind_of_conversation(tmp_path: Path) -> None:
+    tokenizer(eos_token="<|im_end|>", special=("<s>", "<|im_start|>", "<|im_end|>")).save_pretrained(tmp_path)
+    command = [sys.executable, "benchmarks/data.py", "--small", "--tokenizer", str(tmp_path)]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [json.loads(line) for line in lines][1:]
+    kinds = ("one answer", "4 answers", "answer_ids")
+    assert [line["what"] for line in found] == [*kinds, *(f"{kind}, generation" for kind in kinds)]
+    assert all(line["bare_tokens_per_second"] > 0 < line["ours_tokens_per_second"] for line in found)
+    assert [line["conversations"] for line in found] == [24, 6, 24] * 2

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,26 @@ _COLUMNS = pyarrow.schema(
 )
 
 
-def rendering_digest(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Iterable[Conversation],
-    template_kwargs: Mapping[str, Any],
-    split_turns: str,
-) -> str:
-    """Hex digest of the conversations and of everything that they are rendered with."""
-    digest = hashlib.sha256()
-    made_with = [_VERSION, _tokenizer_content(tokenizer), template_text(tokenizer), dict(template_kwargs), split_turns]
-    digest.update(digest_json(made_with).encode())
-    for conversation in conversations:
-        digest.update(digest_json(asdict(conversation)).encode())
-    return digest.hexdigest()
+class RenderingCache:
+    """Some conversations together in a file each; a file's name is a digest of them and all they are rendered with."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any],
+        split_turns: str,
+    ) -> None:
+        template = template_text(tokenizer)
+        made_with = [_VERSION, _tokenizer_content(tokenizer), template, dict(template_kwargs), split_turns]
+        self._folder, self._made_with = folder, digest_json(made_with).encode()
+
+    def path(self, conversations: Iterable[Conversation]) -> Path:
+        """Where these are kept."""
+        digest = hashlib.sha256(self._made_with)
+        for conversation in conversations:
+            digest.update(digest_json(vars(conversation)).encode())
+        return self._folder / f"{digest.hexdigest()}.parquet"
 
 
 def load_renderings(path: Path, conversations: Sequence[Conversation]) -> list[Rendering] | None:

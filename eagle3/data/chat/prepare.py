@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,17 @@ from eagle3.data.chat.render import SplitTurns
 from eagle3.data.chat.rendering import Rendering
 from eagle3.data.chat.report import PrepareReport, TokenSample
 from eagle3.data.chat.tokenizer import template_text
-from eagle3.data.chat.workers import render_all
+from eagle3.data.chat.workers import Renderers
 from eagle3.data.conversations import Conversation
-from eagle3.errors import Problem, problem_error, raise_problems
+from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
+
+_KEPT_TOGETHER = 4096
+"""Conversations that share a file of the cache; a killed run finds the whole ones again."""
 
 
 def prepare_samples(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     max_length: int,
     skip_bad: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -27,41 +33,63 @@ def prepare_samples(
     workers: int | None = None,
     cache: Path | None = None,
 ) -> tuple[list[TokenSample], PrepareReport]:
-    """Renders and cuts conversations; those left without a supervised token are dropped and counted.
+    """The samples as a list; see `prepare_stream`."""
+    samples: list[TokenSample] = []
+    options = (max_length, skip_bad, template_kwargs, split_turns, workers, cache)
+    return samples, prepare_stream(tokenizer, conversations, samples.append, *options)
+
+
+def prepare_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterable[Conversation],
+    keep: Callable[[TokenSample], None],
+    max_length: int,
+    skip_bad: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    split_turns: SplitTurns = "auto",
+    workers: int | None = None,
+    cache: Path | None = None,
+) -> PrepareReport:
+    """Renders and cuts conversations, a few thousand in memory at a time; those left without a supervised token are
+    dropped and counted.
+
+    Of each conversation a digest of its samples' names stays in memory, and its problems if it has any.
 
     Args:
+        conversations: gone through once.
+        keep: takes each sample.
         max_length: longest sample, in tokens; the right end is cut off.
         skip_bad: drop and count conversations that cannot be rendered, instead of raising.
         split_turns: see `Renderer.samples`.
-        workers: processes that render, see `render_all`.
+        workers: processes that render, see `Renderers`.
         cache: folder in which to keep what was rendered, under a digest of all that it depends on.
 
     Raises:
-        ProblemsError: every conversation that cannot be rendered (unless `skip_bad`); kind
-            `chat.nothing_supervised` if no sample is left.
+        ProblemsError: what going through the conversations raises; every conversation that cannot be rendered (unless
+            `skip_bad`); kind `chat.nothing_supervised` if no sample is left.
     """
-    samples: list[TokenSample] = []
     problems: list[Problem] = []
-    names: set[str] = set()
-    report, bad = PrepareReport(total=len(conversations)), 0
+    names: set[bytes] = set()
+    report, bad = PrepareReport(), 0
     kwargs = template_kwargs or {}
-    template_text(tokenizer)  # one problem, and not one for each conversation
-    for conversation, rendering in zip(
-        conversations, _renderings(tokenizer, conversations, kwargs, split_turns, workers, cache), strict=True
-    ):
-        found = rendering.problems or _repeated(rendering, names)
+    _check_template(tokenizer, conversations)
+    for conversation, rendering in _renderings(tokenizer, conversations, kwargs, split_turns, workers, cache):
+        report.total += 1
+        digests = [_digest(name) for name, _ in rendering.samples]
+        found = rendering.problems or _repeated(rendering, digests, names)
         if found:
-            problems += found
+            problems += () if skip_bad else found
             bad += 1
             report.drops.add(found[0].kind, conversation.source)
             continue
-        names.update(name for name, _ in rendering.samples)
+        names.update(digests)
         kept = 0
         for name, rendered in rendering.samples:
             ids, mask = rendered.input_ids[:max_length], rendered.loss_mask[:max_length]
             if any(mask):
-                samples.append(TokenSample(name, ids, mask, conversation.source))
-                report.add(samples[-1], len(rendered.input_ids))
+                sample = TokenSample(name, ids, mask, conversation.source)
+                keep(sample)
+                report.add(sample, len(rendered.input_ids))
                 kept += 1
             elif len(rendering.samples) > 1:
                 report.drops.add("no supervised token in the sample of an answer", conversation.source)
@@ -71,40 +99,56 @@ def prepare_samples(
             report.split += len(rendering.samples) > 1
         elif len(rendering.samples) <= 1:
             report.drops.add("no supervised token", conversation.source)
-    if not skip_bad:
-        raise_problems(problems, f"{bad} of {len(conversations)} conversations cannot be rendered")
-    if not samples:
+    raise_problems(problems, f"{bad} of {report.total} conversations cannot be rendered")
+    if not report.samples:
         message = f"no sample has a supervised token within {max_length} tokens\n{report}"
         fix = "raise data.max_length; prompts without answers need `eagle3 regenerate` first"
         raise problem_error("conversations", "chat.nothing_supervised", message, fix)
-    return samples, report
+    return report
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Conversation]) -> None:
+    """Without a template there is one problem, and not one for each conversation; those of the records go first."""
+    try:
+        template_text(tokenizer)
+    except ProblemsError:
+        deque(conversations, maxlen=0)
+        raise
 
 
 def _renderings(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     template_kwargs: Mapping[str, Any],
     split_turns: SplitTurns,
     workers: int | None,
     cache: Path | None,
-) -> Sequence[Rendering]:
-    if cache is None:
-        return list(render_all(tokenizer, conversations, template_kwargs, split_turns, workers))
-    from eagle3.data.chat.cache import load_renderings, rendering_digest, save_renderings
+) -> Iterator[tuple[Conversation, Rendering]]:
+    with Renderers(tokenizer, template_kwargs, split_turns, workers) as renderers:
+        if cache is None:
+            yield from renderers.render(conversations)
+            return
+        from eagle3.data.chat.cache import RenderingCache, load_renderings, save_renderings
 
-    path = cache / f"{rendering_digest(tokenizer, conversations, template_kwargs, split_turns)}.parquet"
-    found = load_renderings(path, conversations)
-    if found is None:
-        found = list(render_all(tokenizer, conversations, template_kwargs, split_turns, workers))
-        save_renderings(path, found)
-    return found
+        kept, given = RenderingCache(cache, tokenizer, template_kwargs, split_turns), iter(conversations)
+        while chunk := list(islice(given, _KEPT_TOGETHER)):
+            path = kept.path(chunk)
+            found = load_renderings(path, chunk)
+            if found is None:
+                found = [rendering for _, rendering in renderers.render(chunk)]
+                save_renderings(path, found)
+            yield from zip(chunk, found, strict=True)
 
 
-def _repeated(rendering: Rendering, names: set[str]) -> list[Problem]:
+def _digest(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=16).digest()
+
+
+def _repeated(rendering: Rendering, digests: Sequence[bytes], names: set[bytes]) -> list[Problem]:
     """A split conversation's sample may be named as another one is."""
     fix = "give the conversations other ids, or pass data.skip_bad=true"
     return [
         Problem(f"conversation {rendering.id!r}", "chat.duplicate_id", f"its sample {name!r} is there already", fix)
-        for name, _ in rendering.samples
-        if name in names
+        for (name, _), digest in zip(rendering.samples, digests, strict=True)
+        if digest in names
     ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.chat.left_out import answer_left_out, left_out
-from eagle3.data.chat.served import served_messages
 from eagle3.data.chat.template import SKIP, Applied, ChatTemplate
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
@@ -56,6 +56,18 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.chat = ChatTemplate(tokenizer, template_kwargs or {})
+        self._ready: dict[int, Applied] = {}
+
+    def ahead(self, conversations: Sequence[Conversation]) -> None:
+        """Renders and tokenizes these at once, which is faster. What is wrong with one is said when its turn comes."""
+        self._ready = {id(item): self._applied(item) for item in conversations}
+        texts: dict[bool, list[str]] = {False: [], True: []}
+        for item in conversations:
+            given = item.messages if item.answer_ids is None else item.messages[:-1]
+            with suppress(ProblemsError):
+                if found := self._ready[id(item)].to_tokenize(given, item.answer_ids is not None):
+                    texts[found[1]].append(found[0])
+        self.chat.encoder.ahead(texts)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str) -> list[int]:
         """Ids of the messages and the generation prompt: what a server would prefill.
@@ -105,12 +117,12 @@ class Renderer:
             raise_problems(self._prompt_problems(template, messages[:-1]))
             return _verbatim(template, messages, conversation.answer_ids)
         raise_problems(self.chat.marks.problems(messages, conversation.tools, template.where))
+        turns = _answer_turns(messages)
         ids, allowed = template.ids_and_blocks(messages)
         mask = [False] * len(ids)
-        turns = _answer_turns(messages)
         for turn in turns:
             _supervise(mask, allowed, template, messages, turn, _span(template, messages, turn, ids), ids)
-        problems = left_out(served_messages(messages, self.chat.source), template.text(messages), template.where)
+        problems = left_out(template.served(messages), template.text(messages), template.where)
         raise_problems([*problems, *(item for turn in turns for item in _lost(template, messages, turn))])
         return Rendered(ids, mask)
 
@@ -132,20 +144,23 @@ class Renderer:
                 continue
             mask = [False] * len(ids)
             _supervise(mask, allowed, template, messages, turn, span, ids)
-            problems += left_out(
-                served_messages(messages, self.chat.source), template.text(messages), template.where
-            ) + _lost(template, messages, turn)
+            problems += left_out(template.served(messages), template.text(messages), template.where) + _lost(
+                template, messages, turn
+            )
             found.append((turn, Rendered(ids, mask)))
         raise_problems(problems)
         return found
 
     def _template(self, conversation: Conversation) -> Applied:
+        return self._ready.pop(id(conversation), None) or self._applied(conversation)
+
+    def _applied(self, conversation: Conversation) -> Applied:
         return Applied(self.chat, conversation.tools, f"conversation {conversation.id!r}")
 
     def _prompt_problems(self, template: Applied, messages: Sequence[Mapping[str, Any]]) -> list[Problem]:
         problems = self.chat.marks.problems(messages, template.tools, template.where)
         text = template.text(messages, add_generation_prompt=True) if messages else ""
-        return problems + left_out(served_messages(messages, self.chat.source), text, template.where)
+        return problems + left_out(template.served(messages), text, template.where)
 
 
 def _answer_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -198,7 +213,7 @@ def _span(template: Applied, messages: Sequence[Mapping[str, Any]], turn: int, i
 def _answer_end(chat: ChatTemplate, ids: list[int], start: int) -> int:
     """Just after the end-of-turn token: the last special token that only white space follows, else the very end."""
     end = len(ids)
-    while end > start and ids[end - 1] not in chat.special and not str(chat.tokenizer.decode([ids[end - 1]])).strip():
+    while end > start and ids[end - 1] not in chat.special and chat.is_blank(ids[end - 1]):
         end -= 1
     return end if end > start and ids[end - 1] in chat.special else len(ids)
 
@@ -221,7 +236,7 @@ def _rewritten(where: str, what: str) -> ProblemsError:
 def _verbatim(template: Applied, messages: Sequence[Mapping[str, Any]], answer: list[int]) -> Rendered:
     tokenizer, message = template.chat.tokenizer, messages[-1]
     fix = "use the tokenizer of the model that gave these answers, or remove answer_ids"
-    if not all(0 <= token < len(tokenizer) for token in answer):
+    if not 0 <= min(answer) <= max(answer) < len(tokenizer):
         text = f"answer_ids reach {min(answer)} to {max(answer)}, the tokenizer has 0 to {len(tokenizer) - 1}"
         raise problem_error(template.where, "chat.answer_ids", text, fix)
     content = message.get("content")

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _READS_PARTS = re.compile(r"\bin\s+[\w.]*(content\b|\[\s*['\"]content['\"]\s*\])|\b(image|video|audio|vision)")
 """A template that goes through the parts of a content, or that knows other parts than text."""
 
 
-def served_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages as a server hands them to this template.
+def reads_parts(template: str) -> bool:
+    """Whether the text of a template shows that it goes through the parts of a content."""
+    return _READS_PARTS.search(template) is not None
+
+
+def served_message(message: Mapping[str, Any], reads_parts: bool) -> dict[str, Any]:
+    """The message as a server hands it to a template.
 
     Args:
-        messages: checked ones, see `eagle3.data.formats.messages`.
-        template: its text.
+        message: a checked one, see `eagle3.data.formats.messages`.
+        reads_parts: of that template.
     """
-    reads_parts = _READS_PARTS.search(template) is not None
-    return [_served(message, reads_parts) for message in messages]
-
-
-def _served(message: Mapping[str, Any], reads_parts: bool) -> dict[str, Any]:
     content = message.get("content")
     if content is None:
         content = ""

@@ -118,7 +118,8 @@ def _of_store(
     shown = []
     for index in islice(wanted, None if sample_id else limit):
         ids, mask = (tensor.tolist() for tensor in reader.read_tokens(index))
-        shown.append(shown_sample(tokenizer, reader.samples[index].id, ids, mask))
+        info = reader.samples[index]
+        shown.append(shown_sample(tokenizer, info.id, ids, mask, info.source))
     tokens, supervised = (sum(getattr(info, name) for info in reader.samples) for name in ("tokens", "supervised"))
     about = f"{place}: {len(reader):,} samples, {tokens:,} tokens, {supervised:,} supervised"
     return Found(shown, about)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from eagle3.data.store_inspect import inspect_store, marked, render_inspection, 
 from eagle3.errors import ProblemsError
 from eagle3.target.tiny import make_tiny_llama
 
-from .cases import AUX, HIDDEN, contract, kinds, make_store, target_head, writer
+from .cases import AUX, HIDDEN, contract, kinds, make_store, sample, target_head, writer
 
 TEXT = ("<|im_start|>user\nWas heißt naïve?\x1b[2J<|im_end|>\n", "Ünbefangen.<|im_end|>", "\n")
 
@@ -66,6 +67,28 @@ def test_counts_bytes_and_histograms_are_the_manifests(tmp_path: Path) -> None:
     by_tenth = [bucket["samples"] for bucket in found["loss_fractions"]]
     assert by_tenth == [0, 0, 2, 1, 1, 1, 1, 0, 0, 0]  # 2/8, 2/7 | 2/6 | 2/5 | 2/4 | 2/3
     assert json.loads(json.dumps(found))["contract"] == contract().to_dict()
+
+
+def test_samples_and_tokens_are_counted_by_source(tmp_path: Path) -> None:
+    samples = [sample(f"s{number}", tokens=4 + number) for number in range(4)]
+    named = [replace(item, source=source) for item, source in zip(samples, ("b", None, "a\x1b", "b"), strict=True)]
+    with writer(tmp_path / "store") as store:
+        store.write_shard(named)
+    found = inspect_store(tmp_path / "store")
+    supervised = [int(item.loss_mask.sum()) for item in samples]
+    assert found["sources"] == [
+        {"source": "a\x1b", "samples": 1, "tokens": 6, "supervised": supervised[2]},
+        {"source": "b", "samples": 2, "tokens": 11, "supervised": supervised[0] + supervised[3]},
+        {"source": None, "samples": 1, "tokens": 5, "supervised": supervised[1]},
+    ]
+    text = render_inspection(found)
+    assert "samples by source" in text and "no source" in text and "\x1b" not in text
+
+
+def test_a_store_without_sources_says_nothing_of_them(folder: Path) -> None:
+    found = inspect_store(folder)
+    assert [row["source"] for row in found["sources"]] == [None]
+    assert "by source" not in render_inspection(found)
 
 
 def test_the_contract_is_said_in_words_and_in_each_engines_numbers(tmp_path: Path) -> None:

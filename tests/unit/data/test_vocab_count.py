@@ -1,10 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.data.store import StoredSample, StoreReader
-from eagle3.data.vocab_count import count_supervised
+from eagle3.data.vocab_count import count_store, count_supervised
+from eagle3.data.vocab_coverage import coverage_report
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import ProblemsError
 
@@ -39,6 +41,24 @@ def test_only_supervised_tokens_count(tmp_path: Path) -> None:
     assert counts.dtype == torch.int64 and counts.shape == (VOCAB,)
     assert {index: int(count) for index, count in enumerate(counts) if count} == {2: 3, 3: 1, 19: 1}
     assert count_supervised(reader, [0]).nonzero().flatten().tolist() == [2, 3]
+
+
+def test_a_store_is_counted_by_source(tmp_path: Path) -> None:
+    reader = store(
+        tmp_path / "store",
+        replace(tokens("a", [1, 2, 2, 3], [0, 1, 1, 1]), source="chat"),
+        replace(tokens("b", [2, 5, 19], [1, 0, 1]), source="code"),
+        tokens("c", [7, 7], [0, 1]),
+        replace(tokens("d", [4, 7], [1, 0]), source="chat"),
+    )
+    counts = count_store(reader)
+    found = {name: of.nonzero().flatten().tolist() for name, of in counts.by_source.items()}
+    assert found == {"chat": [2, 3, 4], "code": [2, 19]}
+    assert int(counts.total.sum()) == 7
+    report = coverage_report(counts, sizes=[1])
+    assert {name: share.share for name, share in report.rows[0].by_source.items()} == {"chat": 0.5, "code": 0.5}
+    drawn = count_store(reader, share=3)
+    assert drawn.parts and {source for source, _ in drawn.parts} <= {"chat", "code", None}
 
 
 def test_fault_10_a_corpus_with_fewer_tokens_than_the_draft_vocab(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_samples_with_nothing_to_learn_are_not_extracted(
     plan = make_plan(cfg())
     first, *others = plan.samples
     found = for_ring(replace(plan, samples=[replace(first, loss_mask=[0] * len(first.loss_mask)), *others]))
-    assert found.samples == others and found.settings["sample_count"] == SAMPLES - 1
+    assert list(found.samples) == others and found.settings["sample_count"] == SAMPLES - 1
     assert "1 of 9 samples have no supervised token: left out" in capsys.readouterr().err
     with pytest.raises(ProblemsError) as error:
         for_ring(replace(plan, samples=[replace(first, loss_mask=[0] * len(first.loss_mask))]))

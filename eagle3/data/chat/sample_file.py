@@ -1,0 +1,131 @@
+"""Samples on disk in place of memory: a scratch file without a name, gone with the process however that ends.
+
+A sample's record is its id (UTF-8), its token ids (uint32) and its loss mask (a bit a token). In memory stay 28 bytes
+a sample: where its record begins, and its counts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar, overload
+
+import numpy
+
+from eagle3.data.chat.report import TokenSample
+from eagle3.files import existing_folder, explained_os_errors
+
+_BUFFER = 1 << 20
+Value = TypeVar("Value")
+
+
+class SampleFile(Sequence[TokenSample]):
+    """Samples in the order in which they were added; each is read again whenever it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args:
+        folder: whose disk holds them; where it is not there yet, or may not be written to, one that is.
+        """
+        found = existing_folder(folder)
+        self._folder = found if os.access(found, os.W_OK) else Path(tempfile.gettempdir())
+        with explained_os_errors(self._folder):
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (as long as the object)
+        self._waiting = bytearray()
+        self._begins, self._end = array("Q"), 0
+        self._id_bytes, self._tokens, self._supervised = array("I"), array("I"), array("I")
+        self._sources: dict[str | None, int] = {}
+        self._source_names: list[str | None] = []
+        self._source_of = array("I")
+
+    def add(self, sample: TokenSample) -> None:
+        """Appends it.
+
+        Raises:
+            ProblemsError: kinds `disk.*`; the disk is full, for example.
+        """
+        name = sample.id.encode()
+        record = name + array("I", sample.input_ids).tobytes() + numpy.packbits(sample.loss_mask).tobytes()
+        self._begins.append(self._end)
+        self._end += len(record)
+        self._id_bytes.append(len(name))
+        self._tokens.append(len(sample.input_ids))
+        self._supervised.append(sum(sample.loss_mask))
+        if sample.source not in self._sources:
+            self._sources[sample.source] = len(self._source_names)
+            self._source_names.append(sample.source)
+        self._source_of.append(self._sources[sample.source])
+        self._waiting += record
+        if len(self._waiting) >= _BUFFER:
+            self._flush()
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenSample]: ...
+    def __getitem__(self, index: int | slice) -> TokenSample | Sequence[TokenSample]:
+        if isinstance(index, slice):
+            return Chosen(self, range(len(self))[index])
+        place = range(len(self))[index]
+        self._flush()
+        name, tokens = self._id_bytes[place], self._tokens[place]
+        size = name + 4 * tokens + -(-tokens // 8)
+        record = os.pread(self._file.fileno(), size, self._begins[place])
+        assert len(record) == size, "a scratch file without a name is nobody else's to cut"
+        ids = numpy.frombuffer(record, numpy.uint32, tokens, name)
+        mask = numpy.unpackbits(numpy.frombuffer(record, numpy.uint8, offset=name + 4 * tokens), count=tokens)
+        source = self._source_names[self._source_of[place]]
+        return TokenSample(record[:name].decode(), ids.tolist(), mask.astype(bool).tolist(), source)
+
+    def __iter__(self) -> Iterator[TokenSample]:
+        return (self[index] for index in range(len(self)))
+
+    def _flush(self) -> None:
+        with explained_os_errors(self._folder):
+            rest = memoryview(bytes(self._waiting))
+            while rest:
+                rest = rest[os.pwrite(self._file.fileno(), rest, self._end - len(rest)) :]
+        self._waiting.clear()
+
+
+class Chosen(Sequence[TokenSample]):
+    """Some of other samples, by number."""
+
+    def __init__(self, samples: Sequence[TokenSample], numbers: Sequence[int]) -> None:
+        self._samples, self._numbers = samples, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenSample]: ...
+    def __getitem__(self, index: int | slice) -> TokenSample | Sequence[TokenSample]:
+        if isinstance(index, slice):
+            return Chosen(self._samples, self._numbers[index])
+        return self._samples[self._numbers[index]]
+
+
+class Each(Sequence[Value]):
+    """Something of each sample, made when it is asked for."""
+
+    def __init__(self, samples: Sequence[TokenSample], of: Callable[[TokenSample], Value]) -> None:
+        self._samples, self._of = samples, of
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Value: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Value]: ...
+    def __getitem__(self, index: int | slice) -> Value | Sequence[Value]:
+        if isinstance(index, slice):
+            return Each(self._samples[index], self._of)
+        return self._of(self._samples[index])
