@@ -115,7 +115,7 @@ def evaluate(
     dataset: Annotated[
         str, typer.Option(help="Held-out hidden-state store (folder or URL) with the target's own answers.")
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Draft steps a round.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=64, help="Draft steps a round.")] = 3,
     cache: Cache = None,
     cache_max_bytes: CacheBytes = None,
 ) -> None:

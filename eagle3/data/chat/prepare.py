@@ -90,8 +90,9 @@ def _renderings(
 ) -> Sequence[Rendering]:
     if cache is None:
         return list(render_all(tokenizer, conversations, template_kwargs, split_turns, workers))
-    from eagle3.data.chat.cache import load_renderings, rendering_digest, save_renderings
+    from eagle3.data.chat.cache import load_renderings, make_cache, rendering_digest, save_renderings
 
+    make_cache(cache)
     path = cache / f"{rendering_digest(tokenizer, conversations, template_kwargs, split_turns)}.parquet"
     found = load_renderings(path, conversations)
     if found is None:
