@@ -5,6 +5,7 @@ Shapes: V target vocab, T tokens of a sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -13,6 +14,9 @@ import torch
 
 from eagle3.data.chat import TokenSample
 from eagle3.data.store import StoreReader
+
+MOST_SOURCES = 20
+"""Sources that are counted on their own: each takes 8 bytes a token of the target's vocab."""
 
 
 @dataclass
@@ -66,11 +70,12 @@ def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_siz
 
 
 def count_store(reader: StoreReader, share: int | None = None, seed: int = 0) -> SupervisedCounts:
-    """Counts of a store, or of `share` of its samples, drawn at random by `seed`."""
+    """Counts of a store by source, or of `share` of its samples, drawn at random by `seed`."""
     chosen = draw(len(reader), share, seed)
     counts = _empty(reader.contract.vocab_size, len(chosen), len(reader))
-    for input_ids, loss_mask in _store_tokens(reader, chosen):
-        counts.add(input_ids[loss_mask].long(), None)
+    sources = largest_sources([reader.samples[index].source for index in chosen])
+    for source, (input_ids, loss_mask) in zip(sources, _store_tokens(reader, chosen), strict=True):
+        counts.add(input_ids[loss_mask].long(), source)
     return counts
 
 
@@ -80,10 +85,17 @@ def count_samples(
     """Counts of rendered conversations by source, or of `share` of them, drawn at random by `seed`."""
     chosen = draw(len(samples), share, seed)
     counts = _empty(vocab_size, len(chosen), len(samples))
-    for index in chosen:
+    for index, source in zip(chosen, largest_sources([samples[index].source for index in chosen]), strict=True):
         ids, mask = samples[index].input_ids, samples[index].loss_mask
-        counts.add(torch.tensor(ids)[torch.tensor(mask, dtype=torch.bool)].long(), samples[index].source)
+        counts.add(torch.tensor(ids)[torch.tensor(mask, dtype=torch.bool)].long(), source)
     return counts
+
+
+def largest_sources(sources: Sequence[str | None]) -> list[str | None]:
+    """The samples' sources; of more than `MOST_SOURCES` the smallest are put together as `others`."""
+    counts = Counter(source for source in sources if source is not None)
+    kept = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
+    return [source if source is None or source in kept else "others" for source in sources]
 
 
 def draw(count: int, share: int | None, seed: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from eagle3.config import CacheSection
 from eagle3.data.open_reader import open_reader
+from eagle3.data.show.printable import printable_name
 from eagle3.errors import problem_error, raise_problems
 from eagle3.evaluate.acceptance import AcceptanceResult, acceptance
 from eagle3.progress import progress
@@ -46,7 +47,8 @@ class EvaluationReport:
                 f"  {result.steps} drafts a round: acceptance length {result.length:.3f} (95% interval {low:.3f} to "
                 f"{high:.3f}), acceptance rate {result.rate:.1%}",
                 *(
-                    f"  {name}: acceptance length {found.length:.3f} ({found.samples} samples, {found.rounds} rounds)"
+                    f"  {printable_name(name)}: acceptance length {found.length:.3f} ({found.samples} samples, "
+                    f"{found.rounds} rounds)"
                     for name, found in result.by_source.items()
                     if found.rounds
                 ),

@@ -291,3 +291,9 @@ def test_keys_of_a_section_that_do_not_go_together_are_named_without_the_rest_of
 def test_depths_of_evaluations_are_bounded() -> None:
     with pytest.raises(ProblemsError, match="eval_depths is 100000000"):
         load_config(TrainConfig, None, ["dataset=x", "output=y", "output_indices=[1]", "eval_depths=100000000"])
+
+
+def test_what_only_a_data_set_has_is_refused_of_a_file() -> None:
+    given = ["target.path=t", "output=o", "data.path=d.jsonl", "data.subset=en", "data.revision=main"]
+    with pytest.raises(ProblemsError, match=r"data\.subset=en and data\.revision=main without data\.split"):
+        load_config(RegenerateConfig, None, given)

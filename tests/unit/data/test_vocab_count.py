@@ -1,10 +1,11 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.data.store import StoredSample, StoreReader
-from eagle3.data.vocab_count import count_supervised
+from eagle3.data.vocab_count import count_store, count_supervised
 from eagle3.draft.vocab import DraftVocab
 from eagle3.errors import ProblemsError
 
@@ -39,6 +40,14 @@ def test_only_supervised_tokens_count(tmp_path: Path) -> None:
     assert counts.dtype == torch.int64 and counts.shape == (VOCAB,)
     assert {index: int(count) for index, count in enumerate(counts) if count} == {2: 3, 3: 1, 19: 1}
     assert count_supervised(reader, [0]).nonzero().flatten().tolist() == [2, 3]
+
+
+def test_a_store_is_counted_by_source_too(tmp_path: Path) -> None:
+    samples = [tokens("a", [1, 2], [0, 1]), tokens("b", [1, 3], [0, 1]), tokens("c", [1, 5], [0, 1])]
+    named = [replace(samples[0], source="web"), replace(samples[1], source=""), samples[2]]
+    counts = count_store(store(tmp_path / "store", *named))
+    assert {name: of.nonzero().flatten().tolist() for name, of in counts.by_source.items()} == {"web": [2], "": [3]}
+    assert counts.total.sum() == 3
 
 
 def test_fault_10_a_corpus_with_fewer_tokens_than_the_draft_vocab(tmp_path: Path) -> None:
