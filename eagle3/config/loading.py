@@ -138,7 +138,7 @@ def _problem(model: type[Section], detail: Any, key: str, where: str) -> Problem
     if detail["type"] == "model_type":
         message = f"{key} is {detail['input']!r}, expected a section of keys"
         return Problem(where, "config.value", message, f"give its keys, {key}.KEY=VALUE; --help lists them")
-    if not detail["loc"]:
+    if detail["type"] == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
         return Problem(where, "config.value", message, "correct these keys; --help says what they mean")
     said = detail["msg"].removeprefix("Value error, ")

@@ -69,6 +69,13 @@ class ConversationsConfig(Section):
     cache: PathText | None = None
     """Folder in which to keep what was rendered, under a digest of all that it depends on; default: it is not kept."""
 
+    @model_validator(mode="after")
+    def _has_a_data_set(self) -> Self:
+        given = [f"data.{key}={getattr(self, key)}" for key in ("subset", "revision") if getattr(self, key) is not None]
+        if given and self.split is None:
+            raise ValueError(f"{' and '.join(given)} without data.split: only a data set has these; say which split")
+        return self
+
 
 class StreamSection(Section):
     """The streamed engine: one decoder layer in memory at a time. What is left out is sized from the machine."""

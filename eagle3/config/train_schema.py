@@ -163,7 +163,7 @@ class OptimSection(Section):
         given = [key for key in type(self).model_fields if key.startswith("muon_") and key in self.model_fields_set]
         if self.name != "muon" and (given := [key for key in given if _default(self, key) != getattr(self, key)]):
             said = " and ".join(f"optim.{key}={getattr(self, key)}" for key in given)
-            raise ValueError(f"{said} is given, which optim.name={self.name} does not read; pass optim.name=muon too")
+            raise ValueError(f"{said}: optim.name={self.name} does not read that; pass optim.name=muon too")
         return self
 
 
@@ -256,7 +256,7 @@ class TrainConfig(Section):
     """Seed of initial weights, hold-out and sample order."""
     eval_every: PositiveInt | None = None
     """Optimiser steps between evaluations; default: once an epoch."""
-    eval_depths: PositiveInt | None = None
+    eval_depths: Annotated[int, Field(gt=0, le=64, strict=True)] | None = None
     """Depths by which evaluations report acceptance, that is drafts a round there; default: `ttt.steps`."""
     early_stopping: EarlyStoppingSection | None = None
     """End the run once evaluations no longer improve; default: it takes all its steps."""

@@ -61,24 +61,32 @@ def _split(cfg: ConversationsConfig) -> Numbered:
         yield f"{cfg.path} {cfg.split}:row {number}", row
 
 
-def _lines(path: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not empty, with their places."""
-    with _opened(path, newline="\n") as handle:
-        for number, line in enumerate(handle, start=1):
-            if line := line.rstrip("\r\n"):
-                yield f"{path}:{number}", line
+def _lines(path: str) -> Iterator[tuple[str, str | Problem]]:
+    """Lines that are not empty, with their places; a file whose first line is not UTF-8 is not read."""
+    with _opened(path, mode="rb", encoding=None) as handle:
+        for number, data in enumerate(handle, start=1):
+            where = f"{path}:{number}"
+            try:
+                line = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                if number == 1:
+                    raise
+                yield where, Problem(where, "conversations.not_utf8", f"is not UTF-8: {error}", FIX)
+                continue
+            if line:
+                yield where, line
 
 
 def _json_lines(path: str) -> Numbered:
     for where, line in _lines(path):
         try:
-            yield where, json.loads(line)
+            yield where, line if isinstance(line, Problem) else json.loads(line)
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list 100,000 deep
             yield where, Problem(where, "conversations.not_json", f"is not valid JSON: {error}", FIX)
 
 
 def _prompts(path: str) -> Numbered:
-    return ((where, line) for where, line in _lines(path) if line.strip())
+    return ((where, line) for where, line in _lines(path) if isinstance(line, Problem) or line.strip())
 
 
 def _json(path: str) -> Numbered:

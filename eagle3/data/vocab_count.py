@@ -5,14 +5,19 @@ Shapes: V target vocab, T tokens of a sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
 
 from eagle3.data.chat import TokenSample
 from eagle3.data.store import StoreReader
+
+MOST_SOURCES = 20
+"""Sources that are counted on their own: each takes 8 bytes a token of the target's vocab."""
+OTHERS = "others"
 
 
 @dataclass
@@ -21,7 +26,7 @@ class SupervisedCounts:
 
     Attributes:
         total: int64 [V].
-        by_source: int64 [V] of each source, where samples name one.
+        by_source: int64 [V] of each source, where samples name one; of the first `MOST_SOURCES`, the rest as `others`.
         samples: how many were counted.
         of: how many there are.
         keeps_parts: only a share of them is counted, and `parts` are its samples' sources and supervised ids.
@@ -49,6 +54,8 @@ class SupervisedCounts:
         self.samples += 1
         _add(self.total, supervised)
         if source is not None:
+            if source not in self.by_source and len(self.by_source) >= MOST_SOURCES:
+                source = OTHERS
             _add(self.by_source.setdefault(source, torch.zeros_like(self.total)), supervised)
         if self.keeps_parts:
             self.parts.append((source, supervised))
@@ -79,8 +86,9 @@ def count_store(reader: StoreReader, share: int | None = None, seed: int = 0) ->
     """Counts of a store by source, or of `share` of its samples, drawn at random by `seed`."""
     chosen = draw(len(reader), share, seed)
     counts = _empty(reader.contract.vocab_size, len(chosen), len(reader))
-    for index, (input_ids, loss_mask) in zip(chosen, _store_tokens(reader, chosen), strict=True):
-        counts.add(input_ids[loss_mask].long(), reader.samples[index].source)
+    sources = largest_sources([reader.samples[index].source for index in chosen])
+    for source, (input_ids, loss_mask) in zip(sources, _store_tokens(reader, chosen), strict=True):
+        counts.add(input_ids[loss_mask].long(), source)
     return counts
 
 
@@ -90,9 +98,16 @@ def count_samples(
     """Counts of rendered conversations by source, or of `share` of them, drawn at random by `seed`."""
     chosen = draw(len(samples), share, seed)
     counts = _empty(vocab_size, len(chosen), len(samples))
-    for index in chosen:
-        counts.add_sample(samples[index])
+    for index, source in zip(chosen, largest_sources([samples[index].source for index in chosen]), strict=True):
+        counts.add_sample(replace(samples[index], source=source))
     return counts
+
+
+def largest_sources(sources: Sequence[str | None]) -> list[str | None]:
+    """The samples' sources; of more than `MOST_SOURCES` the smallest are put together as `others`."""
+    counts = Counter(source for source in sources if source is not None)
+    kept = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
+    return [source if source is None or source in kept else OTHERS for source in sources]
 
 
 def draw(count: int, share: int | None, seed: int) -> list[int]:

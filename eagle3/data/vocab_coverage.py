@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from eagle3.data.show.printable import printable_name
 from eagle3.data.vocab_count import SupervisedCounts, count_tokens
 from eagle3.draft.vocab import DraftVocab
 from eagle3.wiring.report import aligned
@@ -76,7 +77,7 @@ class CoverageReport:
             f"{self.distinct:,} different ones of the target's {self.vocab_size:,}; {self.forced:,} tokens are forced",
         ]
         sources = sorted({name for row in self.rows for name in row.by_source})
-        table = [("draft vocab", "supervised tokens it holds", *sources)]
+        table = [("draft vocab", "supervised tokens it holds", *map(printable_name, sources))]
         table += [
             (f"{row.size:,}", *map(str, (row.overall, *(row.by_source[name] for name in sources)))) for row in self.rows
         ]

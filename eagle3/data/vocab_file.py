@@ -118,6 +118,8 @@ def _fault(values: dict[str, Any]) -> str | None:
         return "has no ids, or forced ones that are not among them"
     if not isinstance(values["tokenizer_digest"], str) or not isinstance(values["counted"], dict):
         return "has a tokenizer_digest that is no text, or a `counted` that is no object"
+    if type(share := values["counted"].get("share")) not in (float, int, type(None)):
+        return f"has a share of {share!r}, expected a number or null"
     return None
 
 

@@ -305,8 +305,8 @@ class TTTSettings:
             problems.append(_problem("ttt.lk_eta", f"is {self.lk_eta!r}, expected 0 or a number above", "correct it"))
         defaults = Objective()
         if self.loss != "lk_lambda" and (self.lk_weight, self.lk_eta) != (defaults.weight, defaults.eta):
-            message = f"are {self.lk_weight!r} and {self.lk_eta!r}, which the loss {self.loss!r} does not read"
-            problems.append(_problem("ttt.lk_weight and ttt.lk_eta", message, "pass ttt.loss=lk_lambda, or leave them"))
+            message = f"and ttt.lk_eta are {self.lk_weight!r} and {self.lk_eta!r}: the loss {self.loss!r} reads neither"
+            problems.append(_problem("ttt.lk_weight", message, "pass ttt.loss=lk_lambda, or leave them out"))
         if not _is_number(self.hidden_noise) or self.hidden_noise < 0:
             message = f"is {self.hidden_noise!r}, expected 0 or a number above"
             problems.append(_problem("ttt.hidden_noise", message, "correct it"))

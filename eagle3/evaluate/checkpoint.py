@@ -12,6 +12,7 @@ import torch
 
 from eagle3.config import CacheSection
 from eagle3.data.open_reader import open_reader
+from eagle3.data.show.printable import printable_name
 from eagle3.data.target_argmax import make_target_head
 from eagle3.errors import problem_error, raise_problems
 from eagle3.evaluate.acceptance import acceptance
@@ -52,8 +53,9 @@ class EvaluationReport:
                 f"  {result.steps} drafts a round: acceptance length {result.length:.3f} (95% interval {low:.3f} to "
                 f"{high:.3f}), acceptance rate {result.rate:.1%}",
                 *(
-                    f"  {name}: acceptance length {found.length:.3f} (95% interval {found.interval[0]:.3f} to "
-                    f"{found.interval[1]:.3f}; {found.samples} samples, {found.rounds} rounds)"
+                    f"  {printable_name(name)}: acceptance length {found.length:.3f} (95% interval "
+                    f"{found.interval[0]:.3f} to {found.interval[1]:.3f}; {found.samples} samples, "
+                    f"{found.rounds} rounds)"
                     for name, found in result.by_source.items()
                     if found.rounds
                 ),

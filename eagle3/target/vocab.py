@@ -44,14 +44,14 @@ class Counted:
         """
         added, removed = set(add), set(remove)
         vocab_size = self.counts.total.numel()
-        message = ""
+        message, fix = "", "correct the list of ids"
         if wrong := {item for item in added | removed if not 0 <= item < vocab_size}:
             message = f"ids outside 0 to {vocab_size - 1}: {', '.join(map(str, sorted(wrong)[:20]))}"
         elif both := added & removed:
             message = f"ids are to be added and removed: {', '.join(map(str, sorted(both)[:20]))}"
         elif vocab_size - len(removed) < size:
-            message = f"{vocab_size - len(removed)} tokens are left, {size} are asked for"
-        raise_problems([Problem("vocab", "vocab.ids", message, "correct the list of ids")] if message else [])
+            message, fix = f"{vocab_size - len(removed)} tokens are left, {size} are asked for", "ask for fewer"
+        raise_problems([Problem("vocab", "vocab.ids", message, fix)] if message else [])
         forced = sorted((set(self.forced) | added) - removed)
         counts = self.counts.total.clone()
         counts[torch.tensor(sorted(removed), dtype=torch.int64)] = -1

@@ -113,7 +113,8 @@ class WandbCurves:
             self._tracker.start()
         except wandb.Error as error:
             self._give_back()
-            fix = "log in with `wandb login`, or set tracking.wandb=offline"
+            way = "log in with `wandb login`, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
+            fix = f"correct what it names, or {way}"
             raise problem_error(
                 "tracking.wandb", "tracking.wandb_refused", f"Weights & Biases: {error}", fix
             ) from error

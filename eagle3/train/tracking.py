@@ -111,13 +111,27 @@ def read_log(path: Path) -> list[Record]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         fix = "delete that line, or choose another output folder"
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_refuse)
         except ValueError as error:
             raise problem_error(f"{path}, line {number}", "log.not_json", f"is not JSON: {error}", fix) from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int or "kind" not in record:
-            raise problem_error(f"{path}, line {number}", "log.not_json", "is no record of kind and step", fix)
+        if not _is_record(record):
+            raise problem_error(f"{path}, line {number}", "log.not_json", "is no record of this kind and step", fix)
         records.append(record)
     return records
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no finite number")
+
+
+def _is_record(record: object) -> bool:
+    """Whether it has what is read of it later."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not isinstance(record.get("kind"), str):
+        return False
+    if record["kind"] == "samples":
+        rows = record.get("samples")
+        return isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    return record["kind"] != "train" or isinstance(record.get("loss"), int | float)
 
 
 def _kept(path: Path, resumed_step: int | None) -> list[Record]:

@@ -228,7 +228,10 @@ class Trainer:
         if math.isfinite(value):
             return
         message = f"the {what} of step {step} is {value}; its samples are {', '.join(self.feed.ids(window))}"
-        fix = "look at these samples; if they are sound, lower optim.learning_rate"
+        config = self.config
+        rate = "optim.learning_rate" if config.optim.name == "adamw" else "the learning rates of optim"
+        noise = f", or ttt.hidden_noise (it is {config.ttt.hidden_noise:g})" if config.ttt.hidden_noise else ""
+        fix = f"look at these samples; if they are sound, lower {rate}{noise}"
         raise problem_error(str(self.run), "train.not_finite", message, fix)
 
     def _evaluate_and_save(self) -> None:

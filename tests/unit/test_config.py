@@ -320,3 +320,22 @@ def test_a_section_that_is_unknown_is_named_where_its_keys_were_given(tmp_path: 
         load_config(TrainConfig, path, ["cash.folder=c"])
     (problem,) = caught.value.problems
     assert (problem.where, problem.kind) == ("command line", "config.unknown_key")
+
+
+def test_keys_of_a_section_that_do_not_go_together_are_named_without_the_rest_of_it() -> None:
+    given = ["dataset=x", "output=y", "output_indices=[1]", "optim.learning_rate=0.002", "optim.muon_momentum=0.5"]
+    with pytest.raises(ProblemsError) as caught:
+        load_config(TrainConfig, None, given)
+    (problem,) = caught.value.problems
+    assert problem.message == "optim.muon_momentum=0.5: optim.name=adamw does not read that; pass optim.name=muon too"
+
+
+def test_depths_of_evaluations_are_bounded() -> None:
+    with pytest.raises(ProblemsError, match="eval_depths is 100000000"):
+        load_config(TrainConfig, None, ["dataset=x", "output=y", "output_indices=[1]", "eval_depths=100000000"])
+
+
+def test_what_only_a_data_set_has_is_refused_of_a_file() -> None:
+    given = ["target.path=t", "output=o", "data.path=d.jsonl", "data.subset=en", "data.revision=main"]
+    with pytest.raises(ProblemsError, match=r"data\.subset=en and data\.revision=main without data\.split"):
+        load_config(RegenerateConfig, None, given)

@@ -19,7 +19,7 @@ from eagle3.data.chat.rendering import Rendering
 from eagle3.data.chat.tokenizer import template_text
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, problem_error
-from eagle3.files import digest_json, explained_os_errors
+from eagle3.files import TEMPORARY_SUFFIX, digest_json, explained_os_errors, refuse_url
 
 _VERSION = 1
 """To be raised whenever the same conversation is rendered otherwise."""
@@ -32,6 +32,17 @@ _COLUMNS = pyarrow.schema(
         ("problem", pyarrow.string()),
     ]
 )
+
+
+def make_cache(folder: Path) -> None:
+    """Makes the folder, before anything is rendered for it.
+
+    Raises:
+        ProblemsError: it is at a URL, or cannot be made.
+    """
+    refuse_url(folder, "data.cache", "give a folder")
+    with explained_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 class RenderingCache:
@@ -65,7 +76,8 @@ def load_renderings(path: Path, conversations: Sequence[Conversation]) -> list[R
     if not path.exists():
         return None
     try:
-        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
         rows = [row for batch in table.to_batches() for row in batch.to_pylist()]
         samples: dict[int, list[tuple[str, Rendered]]] = {}
         problems: dict[int, list[Problem]] = {}
@@ -84,14 +96,18 @@ def load_renderings(path: Path, conversations: Sequence[Conversation]) -> list[R
 
 
 def save_renderings(path: Path, renderings: Sequence[Rendering]) -> None:
-    """Keeps them; the file appears when it is whole."""
+    """Keeps them; the file appears when it is whole, and of a write that fails nothing is left."""
     rows = [row for number, rendering in enumerate(renderings) for row in _rows(number, rendering)]
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    table = pyarrow.Table.from_pylist(rows, _COLUMNS)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")  # several commands may keep the same
     with explained_os_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table = pyarrow.Table.from_pylist(rows, _COLUMNS)
-        pyarrow.parquet.write_table(table, partial, compression="zstd", write_page_checksum=True)
-        partial.replace(path)
+        try:
+            with open(temporary, "wb") as file:
+                pyarrow.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _rows(number: int, rendering: Rendering) -> Iterable[dict[str, Any]]:

@@ -128,8 +128,9 @@ def _renderings(
         if cache is None:
             yield from renderers.render(conversations)
             return
-        from eagle3.data.chat.cache import RenderingCache, load_renderings, save_renderings
+        from eagle3.data.chat.cache import RenderingCache, load_renderings, make_cache, save_renderings
 
+        make_cache(cache)
         kept, given = RenderingCache(cache, tokenizer, template_kwargs, split_turns), iter(conversations)
         while chunk := list(islice(given, _KEPT_TOGETHER)):
             path = kept.path(chunk)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3.data.drops import Drops
+from eagle3.data.show.printable import printable_name
+
+_MOST = 20
+"""Sources that are named in words; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ class PrepareReport:
         lines += [f"{count:,} of {self.total:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
         found = self.by_source()
         if len(found) > 1:
-            lines += [f"  {name or 'no source'}: {_words(**counts)}" for name, counts in found.items()]
+            largest = sorted(found, key=lambda name: -found[name]["kept"] - sum(found[name]["dropped"].values()))
+            lines += [f"  {printable_name(name or 'no source')}: {_words(**found[name])}" for name in largest[:_MOST]]
+            lines += [f"  and {len(found) - _MOST:,} more sources"] if len(found) > _MOST else []
         return "\n".join(lines)
 
 

@@ -221,6 +221,20 @@ def test_json_that_python_cannot_hold_is_a_bad_record(tmp_path: Path) -> None:
     assert len(load(path, skip_bad=True)) == 1
 
 
+def test_a_line_that_is_not_utf8_is_a_bad_record_and_a_file_that_is_not_is_one_error(tmp_path: Path) -> None:
+    whole = json.dumps(talk()).encode()
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + whole + b'\n{"prompt": "\xff"}\r\n')
+    with pytest.raises(ProblemsError) as error:
+        load(str(path))
+    assert [(item.where, item.kind) for item in error.value.problems] == [(f"{path}:2", "conversations.not_utf8")]
+    assert len(load(str(path), skip_bad=True)) == 1
+    path.write_bytes((whole + b"\n").decode().encode("utf-16") * 3)
+    with pytest.raises(ProblemsError) as error:
+        load(str(path))
+    assert kinds(error.value) == ["conversations.unreadable"]
+
+
 @pytest.mark.parametrize("key", ["id", "source"])
 def test_half_of_a_surrogate_pair_is_refused_outside_messages_too(tmp_path: Path, key: str) -> None:
     with pytest.raises(ProblemsError) as error:

@@ -16,6 +16,7 @@ from eagle3.data.chat import load_tokenizer, prepare_samples, workers
 from eagle3.data.chat.render import render
 from eagle3.data.conversations import Conversation
 from eagle3.errors import ProblemsError
+from tests.disks import small_disk
 
 from . import chat_cases
 from .cases import kinds
@@ -238,3 +239,30 @@ def test_two_bos_are_refused() -> None:
     with pytest.raises(ProblemsError) as error:
         render(tok, talk("Hi", "Ho"))
     assert kinds(error.value) == ["chat.two_bos"]
+
+
+def test_a_folder_in_place_of_a_cache_file_is_no_empty_cache(tmp_path: Path) -> None:
+    prepare_samples(tokenizer(), MANY, 500, cache=tmp_path)
+    [path] = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ProblemsError) as error:
+        prepare_samples(tokenizer(), MANY, 500, cache=tmp_path)
+    assert kinds(error.value) == ["chat.cache"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_error_and_leaves_nothing(
+    tmp_path: Path, rendered_ids: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, kind in ((tmp_path / "file", "disk.not_a_folder"), (Path("s3:/bucket/cache"), "remote.not_here")):
+        with pytest.raises(ProblemsError) as error:
+            prepare_samples(tokenizer(), MANY, 500, cache=folder)
+        assert kinds(error.value) == [kind]
+    assert rendered_ids == []  # nothing was rendered in vain
+    with small_disk(tmp_path / "small", "8k") as disk:
+        (disk / "full").write_bytes(b"0" * 8192)
+        with pytest.raises(ProblemsError) as error:
+            prepare_samples(tokenizer(), MANY, 500, cache=disk)
+        assert kinds(error.value) == ["disk.full"]
+        assert [path.name for path in disk.iterdir()] == ["full"]

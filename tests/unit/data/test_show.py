@@ -16,6 +16,7 @@ from eagle3.data.chat import load_tokenizer, tokenizer_digest
 from eagle3.data.show.find import Found, find_samples
 from eagle3.data.show.page import samples_page
 from eagle3.data.show.pieces import Piece, ShownSample, shown_sample
+from eagle3.data.show.printable import printable_name
 from eagle3.data.show.terminal import marked, print_samples
 from eagle3.data.store import StoredSample
 from eagle3.errors import ProblemsError
@@ -221,3 +222,9 @@ def test_the_report_of_a_check_is_text_or_json(talks: str, target: str, capsys: 
     assert stop.value.code == 0
     assert (found["total"], found["kept"], found["dropped"]) == (5, 4, {"conversations.content": 1})
     assert {item["source"]: item["kept"] for item in found["sources"]} == {"web": 4, "book": 0}
+
+
+def test_a_name_of_a_report_takes_one_short_line() -> None:
+    assert printable_name("a\nb\tc\x1b[31m\u202e") == "a\\nb\\tc\\u001b[31m\\u202e"
+    assert printable_name("x" * 60) == "x" * 60
+    assert printable_name("x" * 100_000) == "x" * 60 + "..."

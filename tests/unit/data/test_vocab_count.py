@@ -61,6 +61,14 @@ def test_a_store_is_counted_by_source(tmp_path: Path) -> None:
     assert drawn.parts and {source for source, _ in drawn.parts} <= {"chat", "code", None}
 
 
+def test_a_store_is_counted_by_source_too(tmp_path: Path) -> None:
+    samples = [tokens("a", [1, 2], [0, 1]), tokens("b", [1, 3], [0, 1]), tokens("c", [1, 5], [0, 1])]
+    named = [replace(samples[0], source="web"), replace(samples[1], source=""), samples[2]]
+    counts = count_store(store(tmp_path / "store", *named))
+    assert {name: of.nonzero().flatten().tolist() for name, of in counts.by_source.items()} == {"web": [2], "": [3]}
+    assert counts.total.sum() == 3
+
+
 def test_fault_10_a_corpus_with_fewer_tokens_than_the_draft_vocab(tmp_path: Path) -> None:
     """Target vocab 20, 6 distinct ids, draft size 10: exactly 10 unique ids with those 6, the same in every run."""
     used = [3, 5, 8, 13, 17, 19]

@@ -35,6 +35,13 @@ def test_shares_in_all_and_of_each_source_count_supervised_tokens_alone() -> Non
     assert all(row.overall.error is None for row in report.rows)
 
 
+def test_of_many_sources_the_smallest_are_put_together() -> None:
+    large = [sample([number], f"s{number:02}") for number in range(20)]
+    counts = count_samples([*large, *large, sample([30], "a"), sample([31], "b"), sample([32])], VOCAB)
+    assert sorted(counts.by_source) == ["others", *(f"s{number:02}" for number in range(20))]
+    assert counts.by_source["others"].nonzero().flatten().tolist() == [30, 31]
+
+
 def test_forced_tokens_take_their_place_in_every_size() -> None:
     counts = count_samples([sample([5, 5, 6])], 12)
     report = coverage_report(counts, keep_ids=[0, 11], sizes=[1, 2, 3, 13])
@@ -144,6 +151,7 @@ def test_every_id_that_cannot_be_changed_is_named() -> None:
         ({"format": 2}, "vocab.file"),
         ({"more": 1}, "vocab.file"),
         ({"counted": []}, "vocab.file"),
+        ({"counted": {"share": "0.5"}}, "vocab.file"),
         ({"tokenizer_digest": None}, "vocab.file"),
     ],
 )

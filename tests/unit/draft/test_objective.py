@@ -141,7 +141,7 @@ def test_lk_lambda_without_kl_is_total_variation_and_with_it_alone_kl() -> None:
         ({"loss": "mse"}, r"ttt\.loss is 'mse'"),
         ({"loss": "lk_lambda", "lk_weight": 1.5}, r"ttt\.lk_weight"),
         ({"loss": "lk_lambda", "lk_eta": -1}, r"ttt\.lk_eta"),
-        ({"lk_eta": 2.0}, r"does not read"),
+        ({"lk_eta": 2.0}, r"reads neither"),
         ({"teacher_top_k": 0}, r"ttt\.teacher_top_k"),
         ({"teacher_top_k": True}, r"ttt\.teacher_top_k"),
     ],

@@ -38,6 +38,22 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         read_log(tmp_path / "log.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("log.jsonl", '{"kind": "train", "step": 1, "loss": NaN}'),
+        ("log.jsonl", '{"kind": "train", "step": 1, "loss": "0.5"}'),
+        ("log.jsonl", '{"kind": ["train"], "step": 1}'),
+        ("samples.jsonl", '{"kind": "samples", "step": 1}'),
+        ("samples.jsonl", '{"kind": "samples", "step": 1, "samples": [1]}'),
+    ],
+)
+def test_a_record_that_cannot_be_read_back_is_named(tmp_path: Path, name: str, line: str) -> None:
+    (tmp_path / name).write_text(f'{{"kind": "skip", "step": 1}}\n{line}\n')
+    with pytest.raises(ProblemsError, match=rf"log\.not_json\] .*{name}, line 2"):
+        Tracker(tmp_path, OFF, "id", 2)
+
+
 def test_asking_for_wandb_without_it_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert check_tracking(OFF) == []
