@@ -120,3 +120,12 @@ def test_every_kind_of_a_vocab_file_is_documented_and_no_other() -> None:
     sources = "".join((ROOT / "eagle3" / path).read_text(encoding="utf-8") for path in paths)
     code = set(re.findall(r'"((?:draft_)?vocab\.[a-z_]+)"', sources)) - {"draft_vocab.d2t", "draft_vocab.t2d"}
     assert set(re.findall(r"`((?:draft_)?vocab\.[a-z_]+)`", section)) == code
+
+
+def test_every_kind_of_evaluation_and_planning_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Evaluation and planning\n")[1].split("\n## ")[0]
+    paths = [*ROOT.glob("eagle3/evaluate/*.py"), *ROOT.glob("eagle3/serve/planner/*.py"), ROOT / "eagle3/cli/work.py"]
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
+    code = set(re.findall(r'"((?:evaluate|plan)\.[a-z_]+)"', sources)) - {"plan.device"}
+    assert set(re.findall(r"`((?:evaluate|plan)\.[a-z_]+)`", section)) == code and len(code) > 5
