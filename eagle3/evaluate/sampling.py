@@ -178,7 +178,11 @@ def _rounds_of_answers(answers: Sequence[Tensor], steps: int) -> Tensor:
         moves[:, drafts - 1, :, drafts] = reach[..., drafts].T
     visits = torch.zeros(longest + steps + 1, steps, len(answers), dtype=torch.float64)
     visits[0] = 1
+    here, onward = (
+        visits.numpy(),
+        moves.permute(0, 3, 1, 2).contiguous().numpy(),
+    )  # small steps, which NumPy takes faster
     for place in range(longest):  # a round at a token that is `place` after the first commits 1 .. steps + 1 tokens
-        visits[place + 1 : place + steps + 2] += (visits[place, :, :, None] * moves[place]).permute(2, 0, 1)
+        here[place + 1 : place + steps + 2] += here[place] * onward[place]
     inside = torch.arange(longest)[:, None] < torch.tensor([len(item) for item in answers])
     return (visits[:longest] * inside[:, None]).sum(0).T
