@@ -104,11 +104,13 @@ def walk_samples(
             hits += matches.sum((1, 2)).cpu()
             terms += active.sum((1, 2)).cpu()
             matches = matches.cpu()
-            for row, (index, sample) in enumerate(zip(group, samples, strict=True)):
-                spans = answer_spans(sample.loss_mask)
-                walks[index] = tuple(walk(matches[:, row], spans, count) for count in range(1, steps + 1))
-                if chances is not None:
-                    expected[index] = torch.stack([expected_rounds(kind[:, row], spans, steps) for kind in chances])
+            spans = [answer_spans(sample.loss_mask) for sample in samples]
+            for row, index in enumerate(group):
+                walks[index] = tuple(walk(matches[:, row], spans[row], count) for count in range(1, steps + 1))
+            if chances is not None:
+                items = [(kind[:, row], spans[row]) for row in range(len(group)) for kind in chances]
+                rounds = expected_rounds(items, steps).view(len(group), len(KINDS), steps)
+                expected.update(zip(group, rounds, strict=True))
             if advance is not None:
                 advance(len(group))
     sums = () if sampling is None else tuple(overlaps.tolist())

@@ -31,6 +31,8 @@ from eagle3.draft.vocab import DraftVocab
 
 Span = tuple[int, int]
 KINDS = ("overlap", "own")
+TOGETHER = 32768
+"""Tokens of answers, padding included, whose rounds are reckoned together."""
 
 
 @dataclass(frozen=True)
@@ -135,32 +137,52 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def expected_rounds(chances: Tensor, spans: Sequence[Span], steps: int) -> Tensor:
-    """float64 [steps], the expected number of rounds over one sample's answers with 1, 2, .., steps drafts a round.
+def expected_rounds(items: Sequence[tuple[Tensor, Sequence[Span]]], steps: int) -> Tensor:
+    """float64 [N, steps], each item's expected number of rounds over its answers with 1, 2, .., steps drafts a round.
 
     Args:
-        chances: [K, T], K >= steps; (k, i) is the probability that chain i's draft at step k is accepted, where those
-            before it were; independent of each other.
-        spans: answers, half-open; the first token of each is known before its first round, as in `acceptance.walk`.
+        items: N times chances [K, T], K >= steps, and answers. (k, i) is the probability that chain i's draft at step k
+            is accepted, where those before it were; independent of each other. Answers are half-open; the first token
+            of each is known before its first round, as in `walks.walk`.
         steps: most drafts a round.
     """
-    starts = [(max(begin, 1), end) for begin, end in spans]
-    lengths = [end - 1 - last for last, end in starts if end - 1 > last]
-    if not lengths:
-        return torch.zeros(steps, dtype=torch.float64)
-    longest = max(lengths)
-    padded = torch.zeros(len(lengths), longest, steps, dtype=torch.float64)
-    firsts = [last - 1 for last, end in starts if end - 1 > last]
-    for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
-        padded[row, :length] = chances[:steps, first : first + length].T
+    answers = []
+    for number, (chances, spans) in enumerate(items):
+        for begin, end in spans:
+            first = max(begin, 1) - 1  # the chain of the first round
+            if end - 2 > first:
+                answers.append((number, chances[:steps, first : end - 2].T.double()))
+    answers.sort(key=lambda item: -len(item[1]))
+    total = torch.zeros(len(items), steps, dtype=torch.float64)
+    begin = 0
+    while begin < len(answers):
+        together = answers[begin : begin + max(TOGETHER // len(answers[begin][1]), 1)]
+        owners = torch.tensor([number for number, _ in together])
+        total.index_add_(0, owners, _rounds_of_answers([chances for _, chances in together], steps))
+        begin += len(together)
+    return total
+
+
+def _rounds_of_answers(answers: Sequence[Tensor], steps: int) -> Tensor:
+    """[S, steps], the expected rounds of each answer.
+
+    Args:
+        answers: S times [L, steps], the chances of the chains of its L tokens after the first; the longest comes first.
+    """
+    padded = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
+    longest = padded.shape[1]
     reach = torch.cat([torch.ones_like(padded[..., :1]), padded.cumprod(2)], 2)
-    moves = torch.zeros(longest, steps, len(lengths), steps + 1, dtype=torch.float64)
+    moves = torch.zeros(longest, steps, len(answers), steps + 1, dtype=torch.float64)
     for drafts in range(1, steps + 1):
         moves[:, drafts - 1, :, :drafts] = (reach[..., :drafts] - reach[..., 1 : drafts + 1]).transpose(0, 1)
         moves[:, drafts - 1, :, drafts] = reach[..., drafts].T
-    visits = torch.zeros(steps, len(lengths), longest + steps + 1, dtype=torch.float64)
-    visits[:, :, 0] = 1
+    visits = torch.zeros(longest + steps + 1, steps, len(answers), dtype=torch.float64)
+    visits[0] = 1
+    here, onward = (
+        visits.numpy(),
+        moves.permute(0, 3, 1, 2).contiguous().numpy(),
+    )  # small steps, which NumPy takes faster
     for place in range(longest):  # a round at a token that is `place` after the first commits 1 .. steps + 1 tokens
-        visits[:, :, place + 1 : place + steps + 2] += visits[:, :, place, None] * moves[place]
-    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    return (visits[:, :, :longest] * inside).sum((1, 2))
+        here[place + 1 : place + steps + 2] += here[place] * onward[place]
+    inside = torch.arange(longest)[:, None] < torch.tensor([len(item) for item in answers])
+    return (visits[:longest] * inside[:, None]).sum(0).T

@@ -130,3 +130,12 @@ def test_every_kind_of_a_regeneration_is_documented_and_no_other() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in paths)
     code = set(re.findall(r'"((?:regenerate|server)\.[a-z_]+)"', sources))
     assert set(re.findall(r"`((?:regenerate|server)\.[a-z_]+)`", section)) - {"server.retries"} == code
+
+
+def test_every_kind_of_evaluation_and_planning_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Evaluation and planning\n")[1].split("\n## ")[0]
+    paths = [*ROOT.glob("eagle3/evaluate/*.py"), *ROOT.glob("eagle3/serve/planner/*.py"), ROOT / "eagle3/cli/work.py"]
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
+    code = set(re.findall(r'"((?:evaluate|plan)\.[a-z_]+)"', sources)) - {"plan.device"}
+    assert set(re.findall(r"`((?:evaluate|plan)\.[a-z_]+)`", section)) == code and len(code) > 5

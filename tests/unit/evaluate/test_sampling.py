@@ -83,7 +83,7 @@ def test_expected_rounds_are_the_mean_of_drawn_walks() -> None:
     generator = torch.Generator().manual_seed(0)
     chances = torch.rand(3, 12, generator=generator, dtype=torch.float64)
     spans = [(0, 5), (6, 7), (8, 12)]
-    expected = expected_rounds(chances, spans, 3)
+    (expected,) = expected_rounds([(chances, spans)], 3)
     draws = 4000
     for steps in (1, 2, 3):
         total = sum(
@@ -93,12 +93,16 @@ def test_expected_rounds_are_the_mean_of_drawn_walks() -> None:
         assert total / draws == pytest.approx(float(expected[steps - 1]), rel=0.02)
 
 
-def test_with_sure_and_hopeless_drafts_they_are_those_of_the_greedy_walk() -> None:
-    random = Random(1)
-    for _ in range(30):
-        matches = torch.rand(5, 20, generator=torch.Generator().manual_seed(random.randrange(10**6))) < 0.6
+@pytest.mark.parametrize("together", [1, 20, 10_000])
+def test_with_sure_and_hopeless_drafts_they_are_those_of_the_greedy_walk(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr("eagle3.evaluate.sampling.TOGETHER", together)
+    random, items = Random(1), []
+    for number in range(30):
+        matches = torch.rand(5, 20, generator=torch.Generator().manual_seed(number)) < 0.6
         begin = random.randrange(3)
-        spans = [(begin, begin + random.randint(1, 8)), (12, 20)]
-        expected = expected_rounds(matches.double(), spans, 5)
-        assert expected.tolist() == [walk(matches, spans, steps).rounds for steps in range(1, 6)]
-    assert expected_rounds(matches.double(), [], 5).tolist() == [0.0] * 5
+        items.append((matches, [(begin, begin + random.randint(1, 8)), (12, 20)][: number % 3]))
+    expected = expected_rounds([(matches.double(), spans) for matches, spans in items], 5)
+    for found, (matches, spans) in zip(expected.tolist(), items, strict=True):
+        assert found == pytest.approx([walk(matches, spans, steps).rounds for steps in range(1, 6)])
