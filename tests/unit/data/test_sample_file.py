@@ -100,9 +100,7 @@ def peak(path: Path, cache: Path | None = None) -> int:
     return found
 
 
-def test_memory_does_not_grow_with_the_number_of_conversations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_number_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of 240 tokens takes 4 kB of Python objects when it is rendered; what stays is a few digests."""
     monkeypatch.setattr(sample_file, "_BUFFER", 1 << 14)
     few, many = (peak(write(tmp_path / f"{count}.jsonl", count)) for count in (500, 3500))
