@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from stat import S_IMODE
 
 import torch
 from safetensors import SafetensorError
@@ -74,9 +75,13 @@ def write_tensor_file_atomic(
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """`safetensors.torch.save_file`; see `plain_os_errors`."""
+    """`safetensors.torch.save_file` with the mode that a new file has here, not one for the owner alone; see
+    `plain_os_errors`."""
+    with open(path, "wb") as handle:
+        mode = S_IMODE(os.fstat(handle.fileno()).st_mode)
     with plain_os_errors(path):
         save_file(dict(tensors), path)
+    path.chmod(mode)
 
 
 @contextmanager

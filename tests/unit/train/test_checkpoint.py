@@ -138,3 +138,9 @@ def test_a_disk_that_is_really_full_leaves_no_checkpoint(tmp_path: Path) -> None
         with pytest.raises(ProblemsError, match=r"disk\.full"):
             save_checkpoint(tmp_path, {"a": torch.zeros(1 << 16)}, {}, TrainState(1, 0, 1, "sha256:0"))
         assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_files_of_tensors_have_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    save_tensors({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
