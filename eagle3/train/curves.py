@@ -94,8 +94,6 @@ class WandbCurves:
     name = "Weights & Biases"
 
     def __init__(self, run: Path, tracking: TrackingSection, run_id: str, facts: Facts) -> None:
-        import wandb
-
         assert tracking.wandb != "off"
         online = tracking.wandb == "online"
         self._environment = {key: str(run.absolute() / "wandb") for key in _WANDB_FOLDERS if key not in os.environ}
@@ -111,8 +109,10 @@ class WandbCurves:
         )
         try:
             self._tracker.start()
-        except wandb.Error as error:
+        except Exception as error:  # its service's errors are no wandb.Error
             self._give_back()
+            if isinstance(error, OSError):
+                raise
             way = "log in with `wandb login`, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
             fix = f"correct what it names, or {way}"
             raise problem_error(

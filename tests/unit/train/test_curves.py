@@ -16,8 +16,9 @@ import pytest
 from accelerate import PartialState
 
 from eagle3.config import TrackingSection, TrainConfig, dump_config
+from eagle3.errors import ProblemsError
 from eagle3.train.checkpoint import list_checkpoints
-from eagle3.train.curves import Facts, TensorBoardCurves, check_tracking
+from eagle3.train.curves import Facts, TensorBoardCurves, check_tracking, open_curves
 from eagle3.train.tracking import Record, Tracker, read_log
 from eagle3.train.trainer import run_training
 from tests.disks import small_disk
@@ -261,3 +262,16 @@ def test_a_run_of_before_goes_on(tmp_path: Path) -> None:
     tracker.close()
     assert tracker.lost == []
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 2.0), (2, 1.0)]
+
+
+def test_whatever_weights_and_biases_raises_at_a_start_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("run ID is in use")
+
+    monkeypatch.setattr("accelerate.tracking.WandBTracker.start", refuse)
+    with pytest.raises(ProblemsError, match=r"tracking\.wandb_refused.*run ID is in use"):
+        open_curves(tmp_path, TrackingSection(wandb="offline"), "id", Facts())
