@@ -19,6 +19,7 @@ from eagle3.draft.chains import plan_chains
 from eagle3.draft.config import TTTSettings
 from eagle3.draft.fused.memory import Sizes, Types, step_ledger
 from eagle3.errors import ProblemsError
+from eagle3.target.tiny import make_tiny_llama
 from eagle3.train.setup import ttt_settings
 from eagle3.train.tracking import read_log
 from tests.stores import train_config, write_random_store
@@ -179,3 +180,16 @@ def test_the_datas_benchmark_runs_with_every_kind_of_conversation(tmp_path: Path
     assert [line["what"] for line in found] == [*kinds, *(f"{kind}, generation" for kind in kinds)]
     assert all(line["bare_tokens_per_second"] > 0 < line["ours_tokens_per_second"] for line in found)
     assert [line["conversations"] for line in found] == [24, 6, 24] * 2
+
+
+def test_regenerations_benchmark_gives_the_same_answers_in_batches(tmp_path: Path) -> None:
+    target, prompts = make_tiny_llama(tmp_path / "target"), tmp_path / "prompts.jsonl"
+    records = [json.dumps({"prompt": f"Question {number}?" * (number + 1)}) for number in range(5)]
+    prompts.write_text("\n".join(records) + "\n")
+    command = [sys.executable, "benchmarks/regenerate.py", "--target", str(target), "--prompts", str(prompts)]
+    command += ["--max-new-tokens", "8", "--batch-sizes", "1", "3"]
+    first, alone, batched = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert first.startswith("5 prompts of ") and alone.startswith("batch 1: ") and batched.startswith("batch 3: ")
+    assert alone.endswith("; 0 answers differ") and batched.endswith("; 0 answers differ")
