@@ -94,13 +94,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], None], shared: bool = False) -> None:
     """Calls `write(temporary_path)`, syncs that file and renames it to `path`; on failure nothing is left.
+
+    Args:
+        shared: several processes may write `path` at once, each under a temporary name of its own.
 
     Raises:
         ProblemsError: the disk is full, read-only or not writable.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = path.with_name(
+        f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}" if shared else path.name + TEMPORARY_SUFFIX
+    )
     with explained_os_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from eagle3.data.chat.rendering import Rendering
 from eagle3.data.chat.tokenizer import template_text
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, problem_error
-from eagle3.files import TEMPORARY_SUFFIX, digest_json, explained_os_errors, refuse_url
+from eagle3.files import digest_json, explained_os_errors, refuse_url, write_atomic
 
 _VERSION = 1
 """To be raised whenever the same conversation is rendered otherwise."""
@@ -99,15 +98,12 @@ def save_renderings(path: Path, renderings: Sequence[Rendering]) -> None:
     """Keeps them; the file appears when it is whole, and of a write that fails nothing is left."""
     rows = [row for number, rendering in enumerate(renderings) for row in _rows(number, rendering)]
     table = pyarrow.Table.from_pylist(rows, _COLUMNS)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")  # several commands may keep the same
-    with explained_os_errors(path):
-        try:
-            with open(temporary, "wb") as file:
-                pyarrow.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    write_atomic(path, lambda temporary: _write_table(table, temporary), shared=True)
+
+
+def _write_table(table: pyarrow.Table, path: Path) -> None:
+    with open(path, "wb") as file:
+        pyarrow.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 def _rows(number: int, rendering: Rendering) -> Iterable[dict[str, Any]]:
