@@ -21,7 +21,7 @@ import torch
 from eagle3.config import ExtractConfig, TargetConfig
 from eagle3.data import store_folder
 from eagle3.data.chat import PrepareReport, TokenSample, load_tokenizer, special_token_ids
-from eagle3.data.chat.sample_file import Chosen
+from eagle3.data.chat.sample_file import chosen
 from eagle3.data.store_check import is_complete
 from eagle3.data.store_format import MANIFEST_FILE, SAMPLE_COUNT
 from eagle3.data.store_layout import StoreLayout
@@ -133,7 +133,7 @@ def usable_samples(source: Source, files: TargetFiles) -> Sequence[TokenSample]:
         prepared.take_out(sample, problem.kind)
     if not source.skip_bad or not usable:
         raise_problems(problems, f"{len(problems)} of {len(source.samples)} samples cannot be used")
-    return source.samples if len(usable) == len(source.samples) else Chosen(source.samples, usable)
+    return source.samples if len(usable) == len(source.samples) else chosen(source.samples, usable)
 
 
 def _sample_problem(sample: TokenSample, files: TargetFiles) -> Problem | None:

@@ -17,7 +17,7 @@ import torch
 from eagle3.config import ExtractConfig
 from eagle3.config.schema import RingWriteSection
 from eagle3.data.chat import PrepareReport
-from eagle3.data.chat.sample_file import Chosen
+from eagle3.data.chat.sample_file import chosen
 from eagle3.data.ring_folder import check_ring_plan
 from eagle3.data.ring_format import RingPlan
 from eagle3.data.ring_order import Cut, order_shards
@@ -82,7 +82,7 @@ def for_ring(plan: ExtractPlan) -> ExtractPlan:
         message = f"this is process {process.index} of {process.count}, and a ring has one writer"
         raise problem_error(process.source, "ring.one_process", message, "start one process, or write a store")
     numbers = array("Q", (number for number, sample in enumerate(plan.samples) if any(sample.loss_mask)))
-    samples = Chosen(plan.samples, numbers)
+    samples = chosen(plan.samples, numbers)
     if not samples:
         message = f"none of its {len(plan.samples)} samples has a supervised token"
         raise problem_error("data", "train.nothing_supervised", message, "raise data.max_length, or take other data")

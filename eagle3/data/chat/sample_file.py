@@ -11,7 +11,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Generic, TypeVar, overload
 
 import numpy
 
@@ -19,6 +19,7 @@ from eagle3.data.chat.report import TokenSample
 from eagle3.files import existing_folder, explained_os_errors
 
 _BUFFER = 1 << 20
+Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
@@ -70,7 +71,7 @@ class SampleFile(Sequence[TokenSample]):
     def __getitem__(self, index: slice) -> Sequence[TokenSample]: ...
     def __getitem__(self, index: int | slice) -> TokenSample | Sequence[TokenSample]:
         if isinstance(index, slice):
-            return Chosen(self, range(len(self))[index])
+            return chosen(self, range(len(self))[index])
         place = range(len(self))[index]
         self._flush()
         name, tokens = self._id_bytes[place], self._tokens[place]
@@ -93,33 +94,14 @@ class SampleFile(Sequence[TokenSample]):
         self._waiting.clear()
 
 
-class Chosen(Sequence[TokenSample]):
-    """Some of other samples, by number."""
+class Each(Sequence[Value], Generic[Item, Value]):
+    """Something of each item of a sequence, made when it is asked for."""
 
-    def __init__(self, samples: Sequence[TokenSample], numbers: Sequence[int]) -> None:
-        self._samples, self._numbers = samples, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenSample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TokenSample]: ...
-    def __getitem__(self, index: int | slice) -> TokenSample | Sequence[TokenSample]:
-        if isinstance(index, slice):
-            return Chosen(self._samples, self._numbers[index])
-        return self._samples[self._numbers[index]]
-
-
-class Each(Sequence[Value]):
-    """Something of each sample, made when it is asked for."""
-
-    def __init__(self, samples: Sequence[TokenSample], of: Callable[[TokenSample], Value]) -> None:
-        self._samples, self._of = samples, of
+    def __init__(self, items: Sequence[Item], of: Callable[[Item], Value]) -> None:
+        self._items, self._of = items, of
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._items)
 
     @overload
     def __getitem__(self, index: int) -> Value: ...
@@ -127,5 +109,14 @@ class Each(Sequence[Value]):
     def __getitem__(self, index: slice) -> Sequence[Value]: ...
     def __getitem__(self, index: int | slice) -> Value | Sequence[Value]:
         if isinstance(index, slice):
-            return Each(self._samples[index], self._of)
-        return self._of(self._samples[index])
+            return Each(self._items[index], self._of)
+        return self._of(self._items[index])
+
+
+def chosen(samples: Sequence[TokenSample], numbers: Sequence[int]) -> Sequence[TokenSample]:
+    """Some of other samples, by number."""
+
+    def sample(number: int) -> TokenSample:
+        return samples[number]
+
+    return Each(numbers, sample)

@@ -15,7 +15,7 @@ import pytest
 
 from eagle3.config import ConversationsConfig
 from eagle3.data.chat import TokenSample, prepare_samples, prepare_stream, sample_file, workers
-from eagle3.data.chat.sample_file import Chosen, Each, SampleFile
+from eagle3.data.chat.sample_file import Each, SampleFile, chosen
 from eagle3.data.conversations import Conversation, ConversationStream, load_conversations
 from eagle3.errors import ProblemsError
 from eagle3.files import digest_json
@@ -38,7 +38,7 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
         found.add(sample)
         assert found[place] == sample and len(found) == place + 1
     assert list(found) == SAMPLES and found[-1] == SAMPLES[-1] and list(found[1:3]) == SAMPLES[1:3]
-    assert list(Chosen(found, [3, 0])) == [SAMPLES[3], SAMPLES[0]]
+    assert list(chosen(found, [3, 0])) == [SAMPLES[3], SAMPLES[0]]
     assert list(Each(found, lambda sample: sample.id)) == ["a", "ü🎉", "long", "b"]
     assert not list(tmp_path.iterdir())
     with pytest.raises(IndexError):
