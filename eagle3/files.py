@@ -103,9 +103,8 @@ def write_atomic(path: Path, write: Callable[[Path], None], shared: bool = False
     Raises:
         ProblemsError: the disk is full, read-only or not writable.
     """
-    temporary = path.with_name(
-        f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}" if shared else path.name + TEMPORARY_SUFFIX
-    )
+    own = f".{os.getpid()}" if shared else ""
+    temporary = path.with_name(f"{path.name}{own}{TEMPORARY_SUFFIX}")
     with explained_os_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
