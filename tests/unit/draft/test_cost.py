@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle3.draft.config import DraftConfig, RopeConfig, TTTSettings
 from eagle3.draft.cost import Cost, Work
-from eagle3.draft.ttt import TTTLoss, count_terms
+from eagle3.draft.ttt import TermCounts, TTTLoss, count_terms
 
 from .cases import gradients, make_batch, make_config, make_document, make_head, make_model, make_vocab
 
@@ -34,18 +34,23 @@ def test_a_fully_supervised_token_takes_the_operations_of_kimis_step() -> None:
     assert cost.attended * 2048 == pytest.approx(1.4e9, rel=0.05)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 7])
-@pytest.mark.parametrize("mask", [[1] * 400, [0] * 250 + [1] * 150, [0, 1, 1, 1] * 100])
-def test_products_are_those_of_the_steps_own_code(mask: list[int], steps: int) -> None:
-    """In batches of one document; chains' number is counted, for an answer's last tokens have fewer steps."""
-    config, settings = make_config(intermediate_size=100), TTTSettings(steps)
+def counted_products(config: DraftConfig, settings: TTTSettings, mask: list[int]) -> tuple[float, TermCounts]:
+    """FLOPs of the step's own products, attention left out, for one document; and its terms."""
     model, head, vocab = make_model(config), make_head(), make_vocab()
     batch = make_batch([[make_document(mask)]])
     counts = count_terms(batch, head, vocab, settings)
     with FlopCounterMode(display=False) as counter:
         gradients(model, TTTLoss(model, vocab, settings)(batch, counts, counts.in_vocab).loss)
     found = counter.get_flop_counts()["Global"]
-    products = sum(count for name, count in found.items() if "bmm" not in str(name))
+    return sum(count for name, count in found.items() if "bmm" not in str(name)), counts
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7])
+@pytest.mark.parametrize("mask", [[1] * 400, [0] * 250 + [1] * 150, [0, 1, 1, 1] * 100])
+def test_products_are_those_of_the_steps_own_code(mask: list[int], steps: int) -> None:
+    """In batches of one document; chains' number is counted, for an answer's last tokens have fewer steps."""
+    config, settings = make_config(intermediate_size=100), TTTSettings(steps)
+    products, counts = counted_products(config, settings, mask)
     cost = Cost.of(config, settings)
     chains = float(counts.active.sum()) / steps
     assert products == pytest.approx(len(mask) * cost.token + chains * cost.chain, rel=0.06)
@@ -57,14 +62,8 @@ def test_products_are_those_of_the_steps_own_code(mask: list[int], steps: int) -
 def test_a_short_answers_last_chains_are_not_counted_as_whole_ones(answer: int) -> None:
     """At 7 steps a third of a 10-token answer's chains' steps would never be computed."""
     config, settings = make_config(intermediate_size=100), TTTSettings(7)
-    model, head, vocab = make_model(config), make_head(), make_vocab()
     mask = ([0] * 20 + [1] * answer) * 4
-    batch = make_batch([[make_document(mask)]])
-    counts = count_terms(batch, head, vocab, settings)
-    with FlopCounterMode(display=False) as counter:
-        gradients(model, TTTLoss(model, vocab, settings)(batch, counts, counts.in_vocab).loss)
-    found = counter.get_flop_counts()["Global"]
-    products = sum(count for name, count in found.items() if "bmm" not in str(name))
+    products, counts = counted_products(config, settings, mask)
     cost = Cost.of(config, settings)
     assert products == pytest.approx(cost.needed(Work(len(mask), sum(mask), 0), counts.active.tolist()), rel=0.03)
     assert cost.sample(len(mask), sum(mask)) > 1.08 * products
