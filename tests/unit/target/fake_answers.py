@@ -9,10 +9,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.unit.target.fake_http import serving
 
 EOS = 511
 Fault = str | None
@@ -59,23 +61,11 @@ class FakeAnswers:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._server: ThreadingHTTPServer | None = None
         self.asked_who = threading.Event()
 
-    @contextmanager
-    def running(self, port: int = 0) -> Iterator[str]:
+    def running(self, port: int = 0) -> AbstractContextManager[str]:
         """Its URL."""
-        server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
-        server.daemon_threads = True
-        server.block_on_close = False
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        return serving(_Handler, self, port)
 
     @contextmanager
     def counted(self, body: dict[str, Any]) -> Iterator[Fault]:

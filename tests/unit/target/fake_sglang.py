@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from eagle3.wiring.diagnosis import POST_NORM, Boundary
 from tests.unit.target.cases import make_engine
+from tests.unit.target.fake_http import serving
 
 States = dict[Boundary, torch.Tensor]
 
@@ -75,19 +76,9 @@ class FakeSglang:
         self._prefixes: dict[str, set[tuple[int, ...]]] = {}
         self._lock = threading.Lock()
 
-    @contextmanager
-    def running(self) -> Iterator[str]:
+    def running(self) -> AbstractContextManager[str]:
         """Its URL."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        return serving(_Handler, self)
 
     def breaks(self) -> bool:
         """Whether this request gets no answer."""

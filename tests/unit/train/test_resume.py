@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ def start_child(config: TrainConfig, folder: Path, before: str = "") -> subproce
 
 class Stopped(Exception):
     pass
+
+
+def assert_stops_change_nothing(
+    store: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """A run that is stopped after these steps, `run`, is one that nobody stopped, `whole`."""
+    for steps in stops:
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            stop_after(steps, patch)
+            run_training(config_for(store, folder / "run", **settings))
+    run_training(config_for(store, folder / "run", **settings))
+    run_training(config_for(store, folder / "whole", **settings))
+    assert_same_run(folder / "run", folder / "whole")
 
 
 def stop_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,25 +313,14 @@ def test_a_folder_that_is_no_run_is_refused(store: Path, tmp_path: Path) -> None
 
 
 def test_bf16_resumes_exactly_too(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        stop_after(5, patch)
-        run_training(config_for(store, tmp_path / "run", mixed_precision="bf16"))
-    run_training(config_for(store, tmp_path / "run", mixed_precision="bf16"))
-    run_training(config_for(store, tmp_path / "whole", mixed_precision="bf16"))
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_stops_change_nothing(store, tmp_path, monkeypatch, (5,), {"mixed_precision": "bf16"})
 
 
 def test_noise_resumes_exactly_and_evaluations_have_none(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"ttt": {"steps": 3, "hidden_noise": 0.3}}
-    for steps in (3, 5):
-        with monkeypatch.context() as patch, pytest.raises(Stopped):
-            stop_after(steps, patch)
-            run_training(config_for(store, tmp_path / "run", **settings))
-    run_training(config_for(store, tmp_path / "run", **settings))
-    run_training(config_for(store, tmp_path / "whole", **settings))
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_stops_change_nothing(store, tmp_path, monkeypatch, (3, 5), settings)
     run_training(config_for(store, tmp_path / "plain", max_steps=1))
     run_training(config_for(store, tmp_path / "noisy", max_steps=1, **settings))
     plain, noisy = (read_log(tmp_path / name / "log.jsonl") for name in ("plain", "noisy"))
@@ -331,13 +334,7 @@ def test_rounded_moments_resume_exactly_and_keep_their_types(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
 ) -> None:
     settings = {"optim": {"learning_rate": 1e-2, "moments": moments}, "draft": {"intermediate_size": 300}}
-    for steps in (3, 5, 8):
-        with monkeypatch.context() as patch, pytest.raises(Stopped):
-            stop_after(steps, patch)
-            run_training(config_for(store, tmp_path / "run", **settings))
-    run_training(config_for(store, tmp_path / "run", **settings))
-    run_training(config_for(store, tmp_path / "whole", **settings))
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_stops_change_nothing(store, tmp_path, monkeypatch, (3, 5, 8), settings)
     stored = load_file(list_checkpoints(tmp_path / "run")[-1] / "optimizer.safetensors")
     wide = {name for name, value in stored.items() if value.numel() >= 4096}
     assert len(wide) == 6  # both moments of the MLP's three matrices
