@@ -20,6 +20,7 @@ from eagle3.config import TrainConfig, dump_config
 from eagle3.files import read_json
 from eagle3.train.checkpoint import list_checkpoints
 from eagle3.train.tracking import Record, read_log
+from tests.ports import free_port
 from tests.stores import Span, train_config, write_random_store
 
 pytestmark = [
@@ -71,7 +72,7 @@ def launch(engine: str, script: str, *arguments: str) -> str:
     """Runs a script under `accelerate launch`; returns what it printed."""
     if engine.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    config = ["--config_file", f"configs/accelerate/{engine}.yaml"]
+    config = ["--config_file", f"configs/accelerate/{engine}.yaml", "--main_process_port", str(free_port())]
     command = [sys.executable, "-m", "accelerate.commands.launch", *config, script, *arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -72,7 +73,7 @@ def running_server(arguments: Sequence[str], log_file: Path, timeout: float = 24
         log_file: gets its output.
         timeout: seconds until it must be ready.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with _process(["server.py", "--host", "127.0.0.1", "--port", str(port), *arguments], log_file) as process:
         _wait_until_ready(url, process, log_file, time.monotonic() + timeout)
@@ -120,12 +121,6 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log_file: Path
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
     raise AssertionError(f"the server was not ready in time\n{_tail(log_file)}")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _tail(log_file: Path) -> str:

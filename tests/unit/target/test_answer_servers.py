@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from eagle3.errors import EXIT_PROBLEMS, EXIT_STOPPED, ProblemsError
 from eagle3.target import regenerate
 from eagle3.target.generate import prompt_seed
 from eagle3.target.regenerate import plan_regenerate, run_regenerate
+from tests.ports import free_port
 from tests.unit.target.cases import regenerate_config
 from tests.unit.target.fake_answers import FakeAnswers, Fault, answer_ids
 
@@ -75,12 +75,6 @@ def kinds(cfg: RegenerateConfig) -> list[str]:
     with pytest.raises(ProblemsError) as caught:
         run_regenerate(cfg)
     return [problem.kind for problem in caught.value.problems]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_answers_are_the_servers_own_ids_and_extraction_takes_them(make: Any, start: Start) -> None:
