@@ -48,16 +48,10 @@ class Endpoints:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        if (fault := _address_fault(self.url)) is not None:
+            raise problem_error(url, "start.url", f"is no address: {fault}", "write e.g. http://localhost:30000")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        try:
-            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_SECONDS, transport=transport)
-            self._client.build_request("GET", "/ready")
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
-            raise problem_error(
-                url, "start.url", f"is no address: {error}", "write e.g. http://localhost:30000"
-            ) from None
-        if httpx.URL(self.url).scheme not in ("http", "https"):
-            raise problem_error(url, "start.url", "is no address of a server", "write e.g. http://localhost:30000")
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_SECONDS, transport=transport)
         self._paths = ["/health"] if passive_health else []
         if version is None or Version(version) >= Version(FIRST_WITH_READY):
             self._paths.insert(0, "/ready")
@@ -138,6 +132,16 @@ def _object(response: httpx.Response | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _address_fault(url: str) -> str | None:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        return str(error)
+    if parsed.scheme not in ("http", "https"):
+        return "it does not begin with http:// or https://"
+    return None if parsed.host and " " not in url and "%20" not in parsed.host else "it has no host"
 
 
 def _said(error: Exception) -> str:

@@ -12,11 +12,14 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
+LONGEST = 2000
+"""Characters of a line that are looked at, but for `server_args=`."""
 READY = "The server is fired up and ready to roll!"
+ARGUMENTS = "server_args="
 _PREFIX = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)((?: [A-Z]+\d+)*) ?\] ?(.*)", re.DOTALL)
 _BAR = re.compile(r"(\d+)/(\d+) \[([\d:]+)<([\d:?]+)")
 _CAPTURE = re.compile(r"Capture (?P<what>.*?) ?(?:cuda|CUDA) graph (?P<end>begin|end)\b")
-_ACCESS = re.compile(r'(\S+):\d+ - "([A-Z]+) (\S+) HTTP/[\d.]+" (\d{3})')
+_ACCESS = re.compile(r'(\S{1,100}):\d+ - "([A-Z]+) (\S+) HTTP/[\d.]+" (\d{3})')
 _TIMING = re.compile(r"(\w+)=([\d.]+)")
 
 # What old and new releases call each capture: field of `Graphs`, or "prefill". The empty name is an old release's only
@@ -72,12 +75,13 @@ def split_line(line: str) -> Line:
     """Takes the time and the rank off."""
     match = _PREFIX.match(line)
     if match is None:
-        return Line(None, True, line)
+        return Line(None, True, line[:LONGEST])
     try:
         time = datetime.fromisoformat(match[1]).timestamp()
     except ValueError:
         time = None
-    return Line(time, all(rank.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ") == "0" for rank in match[2].split()), match[3])
+    leading = all(rank.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ") == "0" for rank in match[2].split())
+    return Line(time, leading, match[3] if match[3].startswith(ARGUMENTS) else match[3][:LONGEST])
 
 
 def find_bar(text: str) -> Bar | None:
@@ -98,7 +102,7 @@ def find_capture(text: str) -> tuple[str, bool] | None:
 
 def find_access(text: str) -> Access | None:
     """A line of the access log."""
-    match = _ACCESS.search(text)
+    match = _ACCESS.search(text) if ' - "' in text else None
     return None if match is None else Access(match[1], match[2], match[3].partition("?")[0], int(match[4]))
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from eagle3.serve.wait import causes
 from eagle3.serve.wait.lines import (
+    ARGUMENTS,
     READY,
     Line,
     argument,
@@ -64,7 +65,7 @@ class Start:
     def feed(self, raw: str) -> None:
         """Takes a line, in the order of the log."""
         line = split_line(raw)
-        if line.text.startswith("server_args="):
+        if line.text.startswith(ARGUMENTS):
             self.begin_again()
             self._arguments = line.text
         if line.time is not None:

@@ -14,6 +14,7 @@ from eagle3.errors import ProblemsError, problem_error, raise_problems
 from eagle3.serve.launch.command import LaunchCommand
 from eagle3.serve.wait.causes import EXCEPTION, diagnose
 from eagle3.serve.wait.endpoints import Answer, Endpoints
+from eagle3.serve.wait.lines import ARGUMENTS
 from eagle3.serve.wait.log_file import LogFile
 from eagle3.serve.wait.ready import LABELS, Graphs, Progress, Ready
 from eagle3.serve.wait.start import Start
@@ -190,7 +191,7 @@ class _Waiting:
             raise problem_error(str(self.log.path), "start.log", message, "give a log that you may read") from None
         if self.log.started_over != self._started_over:
             self._started_over = self.log.started_over
-            if not any("server_args=" in line for line in lines):
+            if not any(ARGUMENTS in line for line in lines):
                 self.note = "the log was cut or replaced"
         for line in lines:
             self.start.feed(line)
