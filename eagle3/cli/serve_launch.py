@@ -46,7 +46,8 @@ def launch(
         if run and command.engine != "sglang":
             message = f"{command.engine} is not waited for: only SGLang's log and endpoints are known"
             raise problem_error("engine", "launch.unsupported", message, "print the command and run it yourself")
-    print(command.render(as_json), flush=True)
+    # With both, what is ready is the one JSON document on stdout.
+    print(command.render(as_json and not run), file=sys.stderr if as_json and run else sys.stdout, flush=True)
     if run:
         assert log is not None
         with problems_as(as_json):

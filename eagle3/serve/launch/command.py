@@ -52,6 +52,8 @@ class LaunchCommand:
     def to_dict(self) -> dict[str, object]:
         """As in docs/schemas/launch.schema.json."""
         return {
+            "format": "eagle3-launch",
+            "format_version": 1,
             "engine": self.engine,
             "engine_version": self.version,
             "argv": list(self.argv),

@@ -94,6 +94,8 @@ class Ready:
     def to_dict(self) -> dict[str, object]:
         """As in docs/schemas/ready.schema.json."""
         return {
+            "format": "eagle3-ready",
+            "format_version": 1,
             "url": self.url,
             "engine_version": self.version,
             "how": self.how,

@@ -13,7 +13,8 @@ SERVER = """
 import os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, stubborn, pids = int(sys.argv[1]), sys.argv[2] == "stubborn", sys.argv[3]
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
 if stubborn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Handler(BaseHTTPRequestHandler):

@@ -227,7 +227,7 @@ def test_a_target_that_lacks_shards_of_its_index_is_named(models: Models, tmp_pa
     for name in list(shards.values())[:6]:
         (target / name).touch()
 
-    with pytest.raises(ProblemsError, match="lacks 2 of 8 shards of its index: model-00006-of-00008.safetensors, "):
+    with pytest.raises(ProblemsError, match=r"lacks 2 of 8 shards of its index: model-00006-of-00008\.safetensors, "):
         build_command(launch_config(target, None, steps=0))
 
 

@@ -104,16 +104,16 @@ DEATHS = {
     "address already in use\n[2026-11-30 22:16:31] INFO:     Waiting for application shutdown.\n",
     "start.context": CPU.split("[2026-11-30 22:15:17]")[0]
     + _RAISED
-    + "ValueError: Warning: Target model's context_length (2048) is greater than the derived context_length (256). This "
-    "may lead to incorrect model outputs or CUDA errors.\n\n" + _FOLLOWED,
+    + "ValueError: Warning: Target model's context_length (2048) is greater than the derived context_length (256). "
+    "This may lead to incorrect model outputs or CUDA errors.\n\n" + _FOLLOWED,
     "start.no_weights": CPU.split("[2026-11-30 22:15:17]")[0]
     + _RAISED
     + "RuntimeError: Cannot find any model weights with `/models/target`\n\n"
     + _FOLLOWED,
     "start.architecture": CPU.split("[2026-11-30 22:15:16]")[0]
     + _RAISED
-    + "ValueError: Cannot find model module. 'NoSuchForCausalLM' is not a registered model in the Transformers library\n"
-    + _FOLLOWED,
+    + "ValueError: Cannot find model module. 'NoSuchForCausalLM' is not a registered model in the Transformers "
+    "library\n" + _FOLLOWED,
     "start.missing_file": "Traceback (most recent call last):\nOSError: Repo id must be in the form 'repo_name' or "
     "'namespace/repo_name': '/models/nowhere'. Use `repo_type` argument if needed.\n",
     "start.arguments": "usage: launch_server.py [-h] --model-path MODEL_PATH\n"
@@ -121,7 +121,7 @@ DEATHS = {
     # Put together; see above.
     "start.out_of_memory": _BEGUN
     + _RAISED
-    + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB\n"
+    + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB\n"
     + _FOLLOWED,
     "start.kv_cache": _BEGUN
     + _RAISED
@@ -129,8 +129,8 @@ DEATHS = {
     "mem_fraction_static=0.8\n" + _FOLLOWED,
     "start.nccl": _BEGUN
     + _RAISED
-    + "torch.distributed.DistBackendError: NCCL error in: /pytorch/ProcessGroupNCCL.cpp:77, unhandled system error, NCCL "
-    "version 2.27.7\nncclSystemError: System call (e.g. socket, malloc) or external library call failed.\n",
+    + "torch.distributed.DistBackendError: NCCL error in: /pytorch/ProcessGroupNCCL.cpp:77, unhandled system error, "
+    "NCCL version 2.27.7\nncclSystemError: System call (e.g. socket, malloc) or external library call failed.\n",
     "start.killed": _BEGUN + _FOLLOWED.replace("(exit code: 255)", "(exit code: -9)"),
     "start.gpu_fault": _BEGUN + _RAISED + "torch.AcceleratorError: CUDA error: device-side assert triggered\n",
     "start.shape": _BEGUN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from eagle3.serve.wait.log_file import LogFile
@@ -69,7 +68,7 @@ def test_bytes_that_are_no_text_and_endless_lines_are_survived(tmp_path: Path) -
 def test_nothing_is_left_open(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"x\n")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     log = LogFile(path)
     log.new_lines()
     path.unlink()
@@ -77,4 +76,4 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     log.new_lines()
     log.close()
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
