@@ -8,9 +8,12 @@ from typing import Annotated
 import typer
 
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
+from eagle3.cli.serve_profile import profile
 from eagle3.config import PlanConfig
 
 serve_app = typer.Typer(help="Around a server: what it will do before it is started.", no_args_is_help=True)
+
+serve_app.command()(profile)
 
 
 @serve_app.callback()
