@@ -128,13 +128,16 @@ def _name_by_size(graphs: Sequence[_Graph]) -> bool:
 
 
 def _label_after(trace: Trace, graph: _Graph, cycle: int | None, labels: list[Label]) -> None:
-    """What runs after a graph: up to the last kernel that lays out or accepts, then the next one's preparation."""
+    """What runs after a graph: up to the last kernel that lays out or accepts, then the next one's preparation; where
+    there is no such kernel it cannot be told."""
     before, then, ends = {
         DRAFT: (DRAFT, VERIFY, names.BUILDS_TREE),
         VERIFY: (SAMPLING, DRAFT_EXTEND, names.ACCEPTS),
         DRAFT_EXTEND: (BETWEEN, BETWEEN, names.BUILDS_TREE),
     }.get(graph.phase or "", (UNATTRIBUTED, UNATTRIBUTED, names.BUILDS_TREE))
     last = max((index for index in graph.after if ends.search(trace.work[index].name)), default=-1)
+    if last < 0 and before != then:
+        before = then = UNATTRIBUTED
     for index in graph.after:
         labels[index] = Label(before if index <= last else then, cycle)
 

@@ -114,7 +114,7 @@ def split_trace(trace: Trace) -> Split:
 
 
 def _summary(trace: Trace, method: Method, cycles: list[Cycle], found: Sequence[Found], notes: list[str]) -> Split:
-    left_out = Counter(one.fate for one in found if one.fate != "whole")
+    left_out: Counter[str] = Counter(one.fate for one in found if one.fate != "whole")
     if not cycles:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none begins"
         message = f"holds no whole decode cycle ({reasons})"
