@@ -19,7 +19,7 @@ from tests.serving.constructed import make_export, make_target
 from tests.serving.sglang_venv import ROOT, SERVED_VERSION
 
 WIRING = LayerWiring((0, 2, 4), 6)
-STEPS, CYCLES = 3, 12
+STEPS, CYCLES = 3, 6
 EAGLE = ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", STEPS, "--speculative-eagle-topk", 1,
          "--speculative-num-draft-tokens", STEPS + 1)  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_the_parts_of_a_real_cycle_add_up_by_ranges_and_by_frames_alike(server: 
                  "--speculative-draft-model-path", draft)  # fmt: skip
 
     args = ["serve", "profile", "--server", url, "--prompts", str(prompts), "--output", str(tmp_path / "traces"),
-            "--cycles", str(CYCLES), "--requests", "2", "--max-new-tokens", "24", "--with-stack", "--json"]  # fmt: skip
+            "--cycles", str(CYCLES), "--requests", "1", "--max-new-tokens", "24", "--with-stack", "--json"]  # fmt: skip
     result = CliRunner().invoke(app, args)
 
     assert result.exit_code == 0, result.output

@@ -88,6 +88,8 @@ def capture(options: CaptureOptions, transport: httpx.BaseTransport | None = Non
             notes.append("no answer took a verify without the profiler: prompts whose answers are one token long")
         folder = _own_folder(options.output)
         files = _traced(server, sent, options, folder, facts)
+        if not files:
+            raise _no_trace(folder, options, measured)
     if facts.replicas > 1:
         notes.append(f"of {facts.replicas} data parallel replicas the first was traced")
         files = [path for path in files if "-DP-0" in path.name]
@@ -150,8 +152,6 @@ def _traced(
         finally:
             if not done and server.stop_profile():
                 files = _wait_for(folder, facts.ranks, time.monotonic() + 60, load)
-    if not files:
-        raise _no_trace(folder, options)
     return files
 
 
@@ -182,8 +182,14 @@ def _ends(path: Path) -> bool:
     return True
 
 
-def _no_trace(folder: Path, options: CaptureOptions) -> Eagle3Error:
+def _no_trace(folder: Path, options: CaptureOptions, measured: Measured | None) -> Eagle3Error:
+    """What was measured without the profiler is said, so that it is not lost."""
     message = f"wrote no trace to {folder} within {options.timeout:g} s"
+    if measured is not None:
+        message += (
+            f". Without the profiler a cycle takes {measured.cycle_ms:.3f} ms at acceptance length "
+            f"{measured.acceptance_length:.3f}, estimated from what it says of {measured.requests} answers"
+        )
     fix = (
         "see its log. If it runs on another machine, the trace is there: copy it here and pass --trace; if it was "
         "still writing, give it longer with --timeout; if SGLANG_PROFILE_V2 is set for it, start it without"
