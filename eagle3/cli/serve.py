@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
+from eagle3.cli.serve_bench import add_bench
 from eagle3.config import PlanConfig
 
 serve_app = typer.Typer(help="Around a server: what it will do before it is started.", no_args_is_help=True)
@@ -41,3 +42,6 @@ def plan(
 
             plot_plan(found, plot)
     print(plan_json(found) if as_json else render_plan(found))
+
+
+add_bench(serve_app)
