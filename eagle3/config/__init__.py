@@ -1,6 +1,7 @@
 """Typed run configs (`schema`, `train_schema`) and how they are read (`loading`)."""
 
 from eagle3.config.base import Section
+from eagle3.config.bench_schema import BenchConfig, LoadSection
 from eagle3.config.cache import CacheSection
 from eagle3.config.launch_schema import LaunchConfig
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
@@ -31,6 +32,7 @@ from eagle3.config.train_schema import (
 __all__ = [
     "AnswerServerSection",
     "BaselinePoint",
+    "BenchConfig",
     "CacheSection",
     "ConversationsConfig",
     "CostSection",
@@ -39,6 +41,7 @@ __all__ = [
     "ExtractConfig",
     "ImportConfig",
     "LaunchConfig",
+    "LoadSection",
     "MeasuredPoint",
     "MomentKind",
     "Moments",

@@ -142,6 +142,9 @@ class PlanConfig(Section):
     )
     """Where one number is fitted or given for every depth: what each depth's may be of the one before, lowest and
     highest; the prediction takes 1, its interval the range. Fitted where two step counts have `acceptance_length`."""
+    bench_files: list[PathText] = Field(default_factory=list)
+    """What `eagle3 serve bench` or `sweep` wrote (`bench.json`, `sweep.json`): their points and baselines are added to
+    those given here, and `batches` are theirs unless it is given."""
     points: list[MeasuredPoint] = Field(default_factory=list)
     """Measured points: a list of `{steps, draft_tokens, batch, tok_s, verify_ms, draft_ms, cycle_ms,
     acceptance_length}`."""

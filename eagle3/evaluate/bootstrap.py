@@ -29,20 +29,35 @@ def ratio_intervals(above: Tensor, below: Tensor, seed: int = 0) -> list[Interva
     """
     counted = (below > 0).any(1)
     above, below = above[counted].double(), below[counted].double()
-    count, columns = above.shape
-    if not count:
+    columns = above.shape[1]
+    if not len(above):
         return [(math.nan, math.nan)] * columns
+    sums = resampled_sums(torch.cat([above, below], 1), seed)
+    return intervals(sums[:, :columns] / sums[:, columns:])
+
+
+def resampled_sums(values: Tensor, seed: int = 0) -> Tensor:
+    """Float64 [R, K], the columns' sums in each resample; every column sees the same ones.
+
+    Args:
+        values: [N, K], N above 0.
+    """
+    values, count = values.double(), len(values)
     generator = torch.Generator().manual_seed(seed)
-    both, ratios = torch.cat([above, below], 1), []
+    sums = []
     done = 0
     while done < RESAMPLES:
         draws = min(max(_ENTRIES // count, 1), RESAMPLES - done)
         drawn = torch.randint(count, (draws, count), generator=generator)
         times = torch.zeros(draws, count, dtype=torch.float64)
         times.scatter_add_(1, drawn, torch.ones_like(times))
-        sums = times @ both
-        ratios.append(sums[:, :columns] / sums[:, columns:])
+        sums.append(times @ values)
         done += draws
-    found = torch.cat(ratios).sort(0).values
-    tail = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return torch.cat(sums)
+
+
+def intervals(found: Tensor) -> list[Interval]:
+    """95% interval of each column of resampled figures [R, K]."""
+    found = found.sort(0).values
+    tail = round(len(found) * (1 - CONFIDENCE) / 2)
     return list(zip(found[tail].tolist(), found[-tail - 1].tolist(), strict=True))

@@ -12,6 +12,7 @@ from eagle3.config import PlanConfig, ScaleSection
 from eagle3.errors import problem_error, raise_problems
 from eagle3.serve.planner.fit import fit
 from eagle3.serve.planner.inputs import Inputs, drawn_measurements, drawn_values, read_inputs
+from eagle3.serve.planner.measured import with_measured
 from eagle3.serve.planner.missing import MEANING, missing_problem
 from eagle3.serve.planner.model import (
     ACCEPTANCE,
@@ -88,9 +89,10 @@ def make_plan(config: PlanConfig, where: str = "plan") -> Plan:
         where: named in problems.
 
     Raises:
-        ProblemsError: the acceptance file is not one; the inputs leave something open (one problem that names it, and
-            the cheapest measurement); or a cycle would take no time.
+        ProblemsError: the acceptance file or a bench file is not one; the inputs leave something open (one problem
+            that names it, and the cheapest measurement); or a cycle would take no time.
     """
+    config = with_measured(config)
     inputs = read_inputs(config)
     fixed = {**inputs.given, **inputs.assumed, GAIN: 1.0}
     missing = missing_problem(config, where, inputs.model, inputs.names, fixed, inputs.seen)

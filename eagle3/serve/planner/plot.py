@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3.errors import problem_error
-from eagle3.files import write_atomic
+from eagle3.serve.picture import new_figure, save_figure
 from eagle3.serve.planner.plan import Plan
 from eagle3.serve.planner.predict import BatchPlan
-
-KINDS = (".png", ".svg", ".pdf")
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
@@ -18,20 +15,11 @@ def plot_plan(plan: Plan, path: Path) -> None:
     Raises:
         ProblemsError: matplotlib is not installed, or the file's name does not say a kind that it writes.
     """
-    if path.suffix.lower() not in KINDS:
-        message = f"the kind of picture {path.suffix!r} is not known"
-        raise problem_error(str(path), "plan.plot", message, f"name it {', '.join(KINDS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fix = "pip install 'eagle3[plot]', or leave out --plot"
-        raise problem_error(str(path), "plan.plot", "matplotlib is not installed", fix) from None
-    figure = Figure(figsize=(7, 4.2 * len(plan.batches)), layout="constrained")
+    figure = new_figure(path, "plan.plot", 7, 4.2 * len(plan.batches))
     panels = figure.subplots(len(plan.batches), 1, squeeze=False)[:, 0]
     for panel, batch in zip(panels, plan.batches, strict=True):
         _panel(panel, plan, batch)
-    kind = path.suffix.lower().removeprefix(".")
-    write_atomic(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=150))
+    save_figure(figure, path)
 
 
 def _panel(panel: object, plan: Plan, batch: BatchPlan) -> None:

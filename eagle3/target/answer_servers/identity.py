@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import RegenerateConfig
+from eagle3.config import TargetConfig
 from eagle3.errors import Problem
 from eagle3.target.answer_servers.api import APIS, ApiName, Asked, Sampling
 from eagle3.target.answer_servers.server import RefusedError, Server, said
@@ -29,7 +29,6 @@ class Wanted:
         chat_ids: what the target's template makes of the probe's messages.
     """
 
-    cfg: RegenerateConfig
     files: TargetFiles
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -37,9 +36,9 @@ class Wanted:
     chat_ids: list[int]
 
 
-def names_of(cfg: RegenerateConfig, files: TargetFiles) -> frozenset[str]:
+def names_of(target: TargetConfig, files: TargetFiles) -> frozenset[str]:
     """Last parts of the target's path, folder and name."""
-    return frozenset(_last(item) for item in (cfg.target.path, str(files.folder), cfg.target.contract_name))
+    return frozenset(_last(item) for item in (target.path, str(files.folder), target.contract_name))
 
 
 async def identify(server: Server, wanted: Wanted) -> str:

@@ -46,7 +46,7 @@ def answer_from_servers(session: Session, files: TargetFiles, server: AnswerServ
         cfg.data.chat_template_kwargs,
     )
     chat_ids = session.renderer.prompt(_PROBE, None, "probe")
-    wanted = Wanted(cfg, files, session.tokenizer, sampling, names_of(cfg, files), chat_ids)
+    wanted = Wanted(files, session.tokenizer, sampling, names_of(cfg.target, files), chat_ids)
     return asyncio.run(_run(session, server, wanted))
 
 

@@ -1,0 +1,1 @@
+"""Speed and acceptance of running servers, measured on real prompts without disturbing them; see docs/bench.md."""
