@@ -122,8 +122,12 @@ class ProfiledServer:
         )
 
     def token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | None:
-        """The prompt's tokens as the server's chat template gives them; None where it cannot say."""
-        status, value = self._json("POST", "/v1/tokenize", {"messages": list(messages)})
+        """The prompt's tokens as the server's chat template gives them; None where it cannot say.
+
+        SGLang 0.5.16 fails at it for some tokenizers and closes the connection, which is therefore not used again.
+        """
+        body = {"messages": list(messages)}
+        status, value = self._json("POST", "/v1/tokenize", body, {"Connection": "close"})
         ids = value.get("tokens") if status == 200 and isinstance(value, dict) else None
         return ids if isinstance(ids, list) and ids and all(type(item) is int for item in ids) else None
 
@@ -194,9 +198,15 @@ class ProfiledServer:
             return False
         raise self._refused("/stop_profile", status, said)
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
         try:
-            reply = self._http.request(method, path, json=body)
+            reply = self._http.request(method, path, json=body, headers=headers)
         except httpx.HTTPError as error:
             raise self._silent(error) from None
         if reply.status_code in (401, 403):

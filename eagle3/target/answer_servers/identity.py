@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.config import TargetConfig
 from eagle3.errors import Problem
 from eagle3.target.answer_servers.api import APIS, ApiName, Asked, Sampling
-from eagle3.target.answer_servers.server import RefusedError, Server, said
+from eagle3.target.answer_servers.server import FaultyError, RefusedError, Server, said
 from eagle3.target.resolve import TargetFiles
 
 _PROBE = "Zwei plus 2 = vier; def f(x): return x\n  naïve 東京 🙂"
 _MESSAGES = ({"role": "user", "content": "Hi"},)
 _ANOTHER = "give the address of a server of the target that target.path names, or that target's path"
 _TOKENS = 4
+_CLOSING_SECONDS = 0.2
+"""A server that failed closes its connection: until that is known here, another request might be sent into it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ async def _identify_sglang(server: Server, wanted: Wanted, info: Mapping[str, An
     names = [path, str(info.get("served_model_name") or path)]
     if not _known(server, wanted, names):
         return _refuse_name(server, names[0])
-    if not await _same_tokens(server, wanted, None):
+    same = await _same_tokens(server, wanted, None)
+    if same is False:
         return _refuse_tokenizer(server)
     # SGLang checks the ids of a bias, not those of a prompt: one beyond its vocabulary would end the server.
     last = wanted.sampling.vocab_size - 1
@@ -87,7 +91,8 @@ async def _identify_sglang(server: Server, wanted: Wanted, info: Mapping[str, An
         message = f"serves another vocabulary: this target's has {last + 1} tokens; it said: {said(value)}"
         return _refuse(server, "server.vocabulary", message, _ANOTHER)
     server.api, server.model = APIS["sglang"], names[1]
-    return f"{server.url}: SGLang, {path}; asked with token ids, answers with token ids"
+    unknown = "" if same is not None else "; it does not say what tokens it makes of a text"
+    return f"{server.url}: SGLang, {path}; asked with token ids, answers with token ids{unknown}"
 
 
 async def _identify_openai(server: Server, wanted: Wanted) -> str:
@@ -106,7 +111,7 @@ async def _identify_openai(server: Server, wanted: Wanted) -> str:
     if not _known(server, wanted, [name, listed[name]]):
         return _refuse_name(server, name)
     server.model = name
-    if not await _same_tokens(server, wanted, name):
+    if await _same_tokens(server, wanted, name) is False:
         return _refuse_tokenizer(server)
     apis: tuple[ApiName, ...] = ("completions", "chat") if server.cfg.api == "auto" else (server.cfg.api,)
     asked = Asked(wanted.chat_ids, _MESSAGES, None, _TOKENS, 0)
@@ -124,12 +129,20 @@ async def _identify_openai(server: Server, wanted: Wanted) -> str:
     return _refuse(server, "server.refused", "; ".join(refusals), "see its log")
 
 
-async def _same_tokens(server: Server, wanted: Wanted, model: str | None) -> bool:
-    """Whether it makes the same tokens of a text; True where it does not say."""
+async def _same_tokens(server: Server, wanted: Wanted, model: str | None) -> bool | None:
+    """Whether it makes the same tokens of a text; None where it does not say.
+
+    SGLang 0.5.16 answers 500 to `/tokenize` for a tokenizer without a longest length, which Transformers makes 1e30:
+    too large for its JSON (`sglang/srt/entrypoints/openai/serving_tokenize.py`; 0.5.23 has mended it).
+    """
     body = {"prompt": _PROBE, "add_special_tokens": False, **({} if model is None else {"model": model})}
-    status, value = await server.fetch("POST", "/tokenize", body)
+    try:
+        status, value = await server.fetch("POST", "/tokenize", body)
+    except FaultyError:
+        await asyncio.sleep(_CLOSING_SECONDS)
+        return None
     if status != 200 or not isinstance(value, dict) or not isinstance(value.get("tokens"), list):
-        return True
+        return None
     expected = wanted.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     return bool(value["tokens"] == expected)
 

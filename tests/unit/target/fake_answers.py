@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, Literal
 
 from tests.unit.target.fake_http import serving
 
@@ -39,7 +39,7 @@ class FakeAnswers:
         count: prompt tokens that chat makes of messages, given the right number.
         gives_ids: OpenAI routes return token ids if asked.
         api_key: that it wants.
-        tokens: that it makes of any text; None: it has no /tokenize.
+        tokens: that it makes of any text; None: it has no /tokenize; "fails": it answers 500 there and hangs up.
         delay: seconds before an answer.
     """
 
@@ -50,7 +50,7 @@ class FakeAnswers:
     count: Callable[[int], int] = lambda right: right
     gives_ids: bool = True
     api_key: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[int] | Literal["fails"] | None = None
     vocab_size: int = 512
     delay: float = 0.0
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -103,6 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if fake.api_key and self.headers.get("Authorization") != f"Bearer {fake.api_key}":
             return self._send(401, {"error": "Unauthorized"})
+        if self.path == "/tokenize" and fake.tokens == "fails":
+            self.close_connection = True
+            return self._send(500, {})
         if self.path == "/tokenize" and fake.tokens is not None:
             return self._send(200, {"tokens": fake.tokens, "count": len(fake.tokens)})
         routes = {"sglang": ("/generate",), "chat": ("/v1/chat/completions",)}

@@ -239,6 +239,14 @@ def test_a_server_of_something_else_is_refused(
     assert not Path(f"{cfg.output}").exists()
 
 
+@pytest.mark.parametrize(("kind", "model"), [("sglang", "/models/tiny"), ("completions", "tiny")])
+def test_a_server_that_fails_to_tokenize_answers_all_the_same(make: Any, start: Start, kind: str, model: str) -> None:
+    """SGLang 0.5.16, for a tokenizer without a longest length."""
+    cfg = make(start(FakeAnswers(kind=kind, tokens="fails")), server={"model": model})
+    assert run_regenerate(cfg).stopped == COUNT
+    right(cfg)
+
+
 def test_addresses_that_cannot_be_used_are_all_named_without_their_secrets(make: Any) -> None:
     cfg = make("ftp://a", "http://user:secret@b:1", "http://c", "http://c/v1/", "http://d:99999")
     with pytest.raises(ProblemsError) as caught:
