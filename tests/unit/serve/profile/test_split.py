@@ -276,3 +276,28 @@ def test_no_whole_cycle_is_said_with_the_reasons(tmp_path: Path) -> None:
     builder.prefill(builder.cycle(builder.prefill(0)))
     with pytest.raises(ProblemsError, match=r"trace\.no_cycle.*no whole decode cycle \(1 interrupted\)"):
         split(builder, tmp_path)
+
+
+def test_work_that_reaches_into_the_next_cycle_is_cut_at_its_beginning(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    at = 0.0
+    for _ in range(5):
+        builder.launch(at + 930, (at + 960, at + 1110, "copy on another stream"), stream=22)
+        at = builder.cycle(at)
+
+    found = split(builder, tmp_path)
+
+    assert [round(cycle.parts["between"], 3) for cycle in found.cycles] == [45, 57, 57, 57]  # 40-42 and 100-110 too
+    assert [round(cycle.overlapped, 3) for cycle in found.cycles] == [0, 98, 98, 98]
+    assert_adds_up(found)
+
+
+def test_correlation_id_0_joins_nothing(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    at = 0.0
+    for _ in range(5):
+        builder.x("cuda_runtime", "cudaLaunchKernel", at + 300 - builder.lead, 1, correlation=0)
+        builder.x("kernel", "of nobody", at + 930, 10, 7, correlation=0)
+        at = builder.cycle(at)
+
+    assert microseconds(split(builder, tmp_path))["unattributed"] == 10
