@@ -38,8 +38,8 @@ class Drafter:
     def reset(self) -> None:
         """Forgets everything."""
         weight, config = self.model.fc.weight, self.model.config
-        self._keys = weight.new_empty(0, config.num_key_value_heads, config.head_dim)
-        self._values = self._keys
+        self._keys: Tensor = weight.new_empty(0, config.num_key_value_heads, config.head_dim)
+        self._values: Tensor = self._keys
         self._drop_drafts(weight.new_empty(0, config.hidden_size))
 
     @property
@@ -106,9 +106,10 @@ class Drafter:
         return nodes
 
     def _drop_drafts(self, root: Tensor) -> None:
-        self._outputs = root
+        self._outputs: Tensor = root
         self._parents: list[int] = []
-        self._draft_keys = self._draft_values = self._keys[:0]
+        self._draft_keys: Tensor = self._keys[:0]
+        self._draft_values: Tensor = self._keys[:0]
 
     def _layer(
         self, hidden: Tensor, tokens: Sequence[int], positions: Tensor, keys: Tensor, values: Tensor, sees: Tensor
@@ -133,6 +134,7 @@ class Drafter:
 def _attend(query: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
     """[n, h, d] of queries [n, h, d], keys and values [S, v, d], and a bool mask [n, S]."""
     times = query.shape[1] // keys.shape[1]
-    heads = [part.repeat_interleave(times, 1).transpose(0, 1)[None] for part in (keys, values)]
-    found = F.scaled_dot_product_attention(query.transpose(0, 1)[None], *heads, attn_mask=sees)
+    turned = [part.transpose(0, 1)[None] for part in (query, keys, values)]
+    keys, values = (part.repeat_interleave(times, 1) for part in turned[1:])
+    found = F.scaled_dot_product_attention(turned[0], keys, values, attn_mask=sees)
     return found[0].transpose(0, 1)

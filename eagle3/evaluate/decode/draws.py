@@ -41,6 +41,6 @@ def draw(weights: Tensor, generator: torch.Generator) -> int:
     total = sums[-1]
     assert total > 0, "nothing to draw from"
     at = torch.rand((), dtype=torch.float64, generator=generator) * total
-    # The first token whose sum is above the draw has a weight of its own; rounding may put the draw at the total itself.
+    # The first token whose sum is above the draw has a weight; rounding may put the draw at the total itself.
     place = int(torch.searchsorted(sums, at, right=True))
     return place if place < len(weights) else int(weights.nonzero()[-1])

@@ -1,13 +1,13 @@
 """How a round's drafts come about.
 
-    likeliest   EAGLE-2's tree (arXiv 2406.16858), which SGLang's EAGLE grows: every node of a level's beam gets its `topk`
-                likeliest successors; the `topk` best of those, by the product of probabilities from the root, are the
-                next beam; of all that were seen, the `draft_tokens` - 1 best are drafted. Only distributions decide,
-                nothing is drawn. With topk 1 it is the greedy chain.
+    likeliest   EAGLE-2's tree (arXiv 2406.16858), as SGLang's EAGLE grows it: every node of a level's beam gets its
+                `topk` likeliest successors; the `topk` best of those, by the product of probabilities from the root,
+                are the next beam; of all that were seen, the `draft_tokens` - 1 best are drafted. Only distributions
+                decide, nothing is drawn. With topk 1 it is the greedy chain.
     drawn       each node's successors are drawn from the drafter's own distribution q at the temperature, without
                 putting back. The tree's shape is fixed beforehand: which nodes there are must not depend on what was
-                drawn there, or the draws would not be q's any more, and the output not the target's. With topk 1 it is
-                the chain of speculative sampling (arXiv 2211.17192).
+                drawn there, or the draws would not be q's any more, and the output not the target's. With topk 1 it
+                is the chain of speculative sampling (arXiv 2211.17192).
 
 Shapes: D draft vocab, n nodes.
 """
@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eagle3.evaluate.decode.draws import draw
 from eagle3.evaluate.decode.drafter import Drafter
+from eagle3.evaluate.decode.draws import draw
 from eagle3.evaluate.decode.tree import Tree
 
 _SHARE = 0.6
@@ -86,8 +86,10 @@ def _likeliest(drafter: Drafter, plan: Drafting) -> Tree:
 
 
 def _best(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Draft ids int64 [n, k] of the greatest logits [n, D] and the logarithms of their probabilities, float64 [n, k], on
-    the CPU; with one, of equals the lowest id, as `eagle3 evaluate` has it."""
+    """Draft ids int64 [n, k] of the greatest logits [n, D], and the logarithms of their probabilities, float64 [n, k].
+
+    Both on the CPU. With one, it is of equals the lowest id, as `eagle3 evaluate` has it.
+    """
     shares = logits.double().log_softmax(-1)
     found = logits.argmax(-1, keepdim=True) if topk == 1 else logits.topk(min(topk, logits.shape[1]), -1).indices
     return found.cpu(), shares.gather(1, found).cpu()

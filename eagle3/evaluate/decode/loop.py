@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3.evaluate.decode.drafter import Drafter
-from eagle3.evaluate.decode.draws import Narrowing, draw
+from eagle3.evaluate.decode.draws import Narrowing
 from eagle3.evaluate.decode.growth import Drafting, grow
 from eagle3.evaluate.decode.rules import Kept, keep_greedy, keep_sampled
 from eagle3.evaluate.decode.target import CachedTarget
@@ -77,13 +77,11 @@ def decode(
         committed = _until_stop(following[: limit - len(answer)], stop_ids)
         accepted.append(min(len(path), len(committed)))
         answer += committed
-    finish = "stop" if answer[-1] in stop_ids else "length"
-    return Decoded(answer, finish, accepted, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Decoded(answer, "stop" if answer[-1] in stop_ids else "length", accepted, seconds)
 
 
-def keep(
-    tree: Tree, logits: Tensor, drafter: Drafter, narrowing: Narrowing | None, generator: torch.Generator
-) -> Kept:
+def keep(tree: Tree, logits: Tensor, drafter: Drafter, narrowing: Narrowing | None, generator: torch.Generator) -> Kept:
     """The rule of `rules` for this way of decoding; `logits` [N + 1, V]."""
     if narrowing is None:
         return keep_greedy(tree, logits)

@@ -1,15 +1,15 @@
 """Which path of a tree is kept, and the target's own token after it.
 
-Greedily: the path that the target's argmax follows. Sampled: recursive rejection (arXiv 2211.17192 for one draft, 2305.09781
-and 2402.14160 for several), which keeps the target's distribution p exactly whatever the drafter says. At a node, its
-children are tried in the order in which they were drafted. A child x that was drawn from q is accepted with probability
-min(1, p(x) / q(x)); a rejected one leaves
+Greedily: the path that the target's argmax follows. Sampled: recursive rejection (arXiv 2211.17192 for one draft,
+2305.09781 and 2402.14160 for several), which keeps the target's distribution p exactly whatever the drafter says. At a
+node, its children are tried in the order in which they were drafted. A child x that was drawn from q is accepted with
+probability min(1, p(x) / q(x)); a rejected one leaves
 
     p <- max(p - q, 0), normed;      q <- q without x, normed
 
 and the next child is tried against these. A child that was chosen, not drawn, is a draw from the distribution that has
-only x, so it is accepted with probability p(x) and leaves p without x. When all are rejected the token is drawn from what
-is left of p; after a leaf, from p itself. Outside the draft vocab q is 0.
+only x, so it is accepted with probability p(x) and leaves p without x. When all are rejected the token is drawn from
+what is left of p; after a leaf, from p itself. Outside the draft vocab q is 0.
 
 Shapes: N drafts, V target vocab, D draft vocab.
 """
@@ -74,9 +74,7 @@ def _try(tree: Tree, node: int, p: Tensor, ids: Tensor, generator: torch.Generat
     return p
 
 
-def _try_drawn(
-    tree: Tree, node: int, p: Tensor, q: Tensor, ids: Tensor, generator: torch.Generator
-) -> int | Tensor:
+def _try_drawn(tree: Tree, node: int, p: Tensor, q: Tensor, ids: Tensor, generator: torch.Generator) -> int | Tensor:
     """The same of children that were drawn from q [D]."""
     q = q.clone()
     for child in tree.children(node):

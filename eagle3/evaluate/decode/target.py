@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from eagle3.errors import problem_error
 from eagle3.evaluate.decode.tree import Tree
@@ -78,7 +79,7 @@ class CachedTarget:
         rows = torch.tensor([*range(past), *(past + node for node in path)], device=self.model.device)
         whole = list(path) == list(range(len(path)))
         for layer in self._cache.layers:
-            assert layer.keys is not None and layer.values is not None
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
             if whole:  # the leading nodes, as of every chain
                 layer.keys, layer.values = (part[..., : len(rows), :] for part in (layer.keys, layer.values))
             else:
