@@ -30,6 +30,13 @@ class Drafter:
         vocab: which target ids its head stands for.
     """
 
+    _keys: Tensor
+    _values: Tensor
+    _draft_keys: Tensor
+    _draft_values: Tensor
+    _outputs: Tensor
+    _parents: list[int]
+
     def __init__(self, model: DraftModel, vocab: DraftVocab) -> None:
         self.model = model
         self.vocab = vocab.to("cpu")
@@ -38,8 +45,8 @@ class Drafter:
     def reset(self) -> None:
         """Forgets everything."""
         weight, config = self.model.fc.weight, self.model.config
-        self._keys: Tensor = weight.new_empty(0, config.num_key_value_heads, config.head_dim)
-        self._values: Tensor = self._keys
+        self._keys = weight.new_empty(0, config.num_key_value_heads, config.head_dim)
+        self._values = self._keys
         self._drop_drafts(weight.new_empty(0, config.hidden_size))
 
     @property
@@ -106,10 +113,9 @@ class Drafter:
         return nodes
 
     def _drop_drafts(self, root: Tensor) -> None:
-        self._outputs: Tensor = root
-        self._parents: list[int] = []
-        self._draft_keys: Tensor = self._keys[:0]
-        self._draft_values: Tensor = self._keys[:0]
+        self._outputs = root
+        self._parents = []
+        self._draft_keys = self._draft_values = self._keys[:0]
 
     def _layer(
         self, hidden: Tensor, tokens: Sequence[int], positions: Tensor, keys: Tensor, values: Tensor, sees: Tensor
