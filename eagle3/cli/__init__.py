@@ -16,6 +16,7 @@ import typer
 
 from eagle3 import __version__
 from eagle3.cli.data import data_app
+from eagle3.cli.decode import decode_app
 from eagle3.cli.serve import serve_app
 from eagle3.cli.vocab import vocab_app
 from eagle3.cli.wiring import wiring_app
@@ -78,6 +79,7 @@ def _root(
 
 
 app.add_typer(work_app)
+app.add_typer(decode_app)
 app.add_typer(wiring_app, name="wiring")
 app.add_typer(vocab_app, name="vocab")
 app.add_typer(data_app, name="data")

@@ -45,7 +45,7 @@ class ConversationsConfig(Section):
     path: PathText
     """File of conversations or prompts (.jsonl, .json, .parquet, .csv or .txt), here or at a URL such as
     `hf://datasets/...`; with `split`, a data set's id on the Hub, or its folder."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompts"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompts", "turns"] = "auto"
     """How its records are written, see docs/data.md; `auto` tells by their columns."""
     split: str | None = None
     """Split of a data set, e.g. `train`."""

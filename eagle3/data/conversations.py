@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.config import ConversationsConfig
 from eagle3.data.drops import Drops
 from eagle3.data.formats import Faults, Messages, from_json_text, without_nulls
-from eagle3.data.formats.alpaca import read_alpaca, read_prompt
+from eagle3.data.formats.alpaca import read_alpaca, read_prompt, read_turns
 from eagle3.data.formats.detect import Claim, choose, family
 from eagle3.data.formats.messages import read_messages
 from eagle3.data.formats.sharegpt import read_sharegpt
@@ -180,6 +180,8 @@ def _messages(record: dict[str, Any], claim: Claim, faults: Faults) -> Messages:
         return read_sharegpt(record, claim.column, faults)
     if claim.format == "alpaca":
         return read_alpaca(record, faults)
+    if claim.format == "turns":
+        return read_turns(record["turns"], faults)
     if claim.format == "prompts":
         return read_prompt(record["prompt"], faults)
     return read_messages(record[claim.column], faults)

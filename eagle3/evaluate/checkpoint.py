@@ -87,15 +87,15 @@ class EvaluationReport:
             "dataset": self.dataset,
             **asdict(self.result),
         }
-        return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: what has no data is null."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

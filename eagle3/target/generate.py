@@ -127,14 +127,18 @@ def _cut(answer: list[int], stop_ids: Sequence[int]) -> Generated:
     return Generated(answer, "length")
 
 
-def _sampling(temperature: float, seeds: Sequence[int], top_p: float, top_k: int | None) -> list[LogitsProcessor]:
-    """Temperature, then top-k, then top-p, as servers do, then a draw."""
+def narrowing(temperature: float, top_p: float, top_k: int | None) -> list[LogitsProcessor]:
+    """Temperature, then top-k, then top-p, as servers do."""
     narrowed: list[LogitsProcessor] = [TemperatureLogitsWarper(float(temperature))]
     if top_k is not None:
         narrowed.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         narrowed.append(TopPLogitsWarper(top_p))
-    return [*narrowed, _Drawing(seeds)]
+    return narrowed
+
+
+def _sampling(temperature: float, seeds: Sequence[int], top_p: float, top_k: int | None) -> list[LogitsProcessor]:
+    return [*narrowing(temperature, top_p, top_k), _Drawing(seeds)]
 
 
 class _Finite(LogitsProcessor):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.config import (
+    DecodeConfig,
     ExtractConfig,
     ImportConfig,
     LaunchConfig,
@@ -41,7 +42,7 @@ def test_every_target_has_its_five_configs() -> None:
 
     five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
     launches = {Path(target) / "launch.yaml" for target in LAUNCHED}
-    assert shipped == five | launches | {Path("kimi-k2.5/plan.yaml")}
+    assert shipped == five | launches | {Path("kimi-k2.5/plan.yaml"), Path("smollm2-135m/decode.yaml")}
 
 
 @pytest.mark.parametrize("target", LAUNCHED)
@@ -94,6 +95,43 @@ def test_a_plans_mistakes_are_named(wrong: str, said: str) -> None:
 def test_acceptance_comes_from_one_place() -> None:
     with pytest.raises(ProblemsError, match="leave one out"):
         load_config(PlanConfig, None, ["acceptance=0.5", "acceptance_file=x.json"])
+
+
+def test_the_shipped_decoding_goes_with_the_training() -> None:
+    decode = load_config(DecodeConfig, CONFIGS / "smollm2-135m" / "decode.yaml")
+    train = load_config(TrainConfig, CONFIGS / "smollm2-135m" / "train.yaml")
+    extract = load_config(ExtractConfig, CONFIGS / "smollm2-135m" / "extract.yaml")
+
+    assert (decode.checkpoint, decode.target) == (train.output, extract.target)
+    assert (decode.verified, decode.kind, decode.verifies) == (4, "likeliest", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["draft_tokens=5"], "a chain of 3 steps has 4"),
+        (["topk=2", "draft_tokens=3"], "takes 4 to 11"),
+        (["topk=2", "draft_tokens=12"], "takes 4 to 11"),
+        (["top_p=0.9", "top_k=5"], "top_p and top_k at temperature 0"),
+        (["drafts=drawn"], "draws nothing"),
+        (["temperature=1", "verify=true"], "not to be compared"),
+        (["prompts=[]"], "at least 1"),
+    ],
+)
+def test_a_decodings_mistakes_are_named(given: list[str], said: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load_config(DecodeConfig, None, ["checkpoint=c", "target.path=t", "prompts=[p]", *given])
+
+    (problem,) = caught.value.problems
+    assert problem.kind == "config.value" and said in problem.message
+
+
+def test_a_sampled_chain_is_drawn_and_nothing_else() -> None:
+    def kind(*given: str) -> str:
+        return load_config(DecodeConfig, None, ["checkpoint=c", "target.path=t", "prompts=[p]", *given]).kind
+
+    assert kind("temperature=1") == "drawn"
+    assert kind("temperature=1", "topk=2") == kind("topk=2") == kind() == "likeliest"
 
 
 @pytest.mark.parametrize("target", TARGETS)

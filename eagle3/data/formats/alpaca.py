@@ -1,4 +1,4 @@
-"""Alpaca's records (`instruction`, `input`, `output`), and plain prompts."""
+"""Alpaca's records (`instruction`, `input`, `output`), plain prompts, and MT-bench's lists of questions."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ def read_prompt(value: Any, faults: Faults) -> Messages:
         faults.append(("messages", f"has a prompt of type {type(value).__name__}, expected text"))
         return []
     return [{"role": "user", "content": value}]
+
+
+def read_turns(value: Any, faults: Faults) -> Messages:
+    """A conversation's user turns, one behind the other; the answers between them are yet to come.
+
+    Args:
+        value: a list of texts, or JSON text of one.
+        faults: what is wrong is added here.
+    """
+    texts = from_json_text(value)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        faults.append(("messages", "has turns that are not a list of texts"))
+        return []
+    return [{"role": "user", "content": text} for text in texts]
 
 
 def _history(record: Mapping[str, Any], faults: Faults) -> list[Any]:

@@ -10,8 +10,8 @@ from eagle3.data.formats import from_json_text
 
 TURN_COLUMNS = ("messages", "conversations")
 """Columns that hold a list of turns, in either of two formats."""
-FAMILIES = {"prompts": "messages"}
-"""A prompt is a conversation of one turn: a file may mix both."""
+FAMILIES = {"prompts": "messages", "turns": "messages"}
+"""A prompt is a conversation of one turn, and so on: a file may mix them."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ def family(name: str) -> str:
 
 
 def claims(record: Mapping[str, Any]) -> list[Claim]:
-    """Every format that the record fits. A `prompt` beside a list of turns is no format of its own."""
+    """Every format that the record fits. A `prompt`, or a `turns`, beside a list of messages is no format of
+    its own."""
     found = [Claim(_turns_format(record[name]), name) for name in TURN_COLUMNS if record.get(name) is not None]
     turns = bool(found)
     if record.get("instruction") is not None:
         found.append(Claim("alpaca", "instruction"))
     if record.get("prompt") is not None and not turns:
         found.append(Claim("prompts", "prompt"))
+    if isinstance(from_json_text(record.get("turns")), list) and not turns:
+        found.append(Claim("turns", "turns"))
     return found
 
 

@@ -23,9 +23,10 @@ from eagle3.config import TargetConfig
 from eagle3.data.store_fingerprint import neighbours
 from eagle3.errors import Problem, raise_problems
 from eagle3.target.capture import Capture
+from eagle3.target.hooks import Taken, keep_input, keep_output, layer_outputs
 from eagle3.target.resolve import TargetFiles, pick_device
 from eagle3.target.spec import TargetSpec, explained_loading
-from eagle3.wiring.layers import EMBEDDING, LayerWiring
+from eagle3.wiring.layers import LayerWiring
 
 _NAMES_SHOWN = 5
 
@@ -131,44 +132,23 @@ class TransformersEngine:
         }
 
     @contextmanager
-    def _hooks(self) -> Iterator[dict[int | str, torch.Tensor]]:
+    def _hooks(self) -> Iterator[Taken]:
         """Fills {output index: [B, T, H], "last": [B, T, H]} during a forward pass."""
-        taken: dict[int | str, torch.Tensor] = {}
-        layers = self.spec.decoder_layers(self.model)
         norm = self.spec.final_norm(self.model)
-        handles = []
-        for index in self.wiring.output_indices:
-            if index == EMBEDDING:
-                hook = partial(_keep_input, taken, index)
-                handles.append(layers[0].register_forward_pre_hook(hook, with_kwargs=True))
+        with layer_outputs(self.model, self.spec, self.wiring.output_indices) as taken:
+            if self.last_hidden_states == "pre_norm":
+                handle = norm.register_forward_pre_hook(partial(keep_input, taken, "last"), with_kwargs=True)
             else:
-                handles.append(layers[index].register_forward_hook(partial(_keep_output, taken, index)))
-        if self.last_hidden_states == "pre_norm":
-            handles.append(norm.register_forward_pre_hook(partial(_keep_input, taken, "last"), with_kwargs=True))
-        else:
-            handles.append(norm.register_forward_hook(partial(_keep_output, taken, "last")))
-        try:
-            yield taken
-        finally:
-            for handle in handles:
+                handle = norm.register_forward_hook(partial(keep_output, taken, "last"))
+            try:
+                yield taken
+            finally:
                 handle.remove()
 
-    def _captures(self, batch: Sequence[Sequence[int]], taken: dict[int | str, torch.Tensor]) -> list[Capture]:
+    def _captures(self, batch: Sequence[Sequence[int]], taken: Taken) -> list[Capture]:
         aux = torch.cat([taken[index] for index in self.wiring.output_indices], dim=-1)
         pairs = zip(_rows(aux, batch), _rows(taken["last"], batch), strict=True)
         return [Capture(aux_rows, last_rows) for aux_rows, last_rows in pairs]
-
-
-def _keep_input(
-    taken: dict[int | str, torch.Tensor], key: int | str, module: nn.Module, args: tuple[Any, ...], kwargs: Any
-) -> None:
-    taken[key] = args[0] if args else kwargs["hidden_states"]
-
-
-def _keep_output(
-    taken: dict[int | str, torch.Tensor], key: int | str, module: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
-    taken[key] = output[0] if isinstance(output, tuple) else output
 
 
 def _rows(states: torch.Tensor, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
