@@ -24,8 +24,9 @@ from eagle3.serve.profile.ranks import Waiting
 from eagle3.serve.profile.summary import Split
 
 FEW_GRAPHS = 0.5
-"""A phase with fewer pieces of work a cycle from graphs runs without them. Not its share: SGLang 0.5.16 prepares a draft
-extend by 25 kernels of its own and then launches a graph of 26."""
+"""A phase with fewer pieces of work a cycle from graphs runs without them. Not its share: SGLang 0.5.16 prepares a
+draft extend by 25 kernels of its own and then launches a graph of 26."""
+_WORDS = {BETWEEN: "the scheduler's work between phases", DRAFT_EXTEND: "draft extend"}
 LITTLE = 0.01
 """Below this share of the cycle a part is not spoken of."""
 
@@ -63,24 +64,30 @@ def levers(split: Split, waited: Waiting | str, idle: float | None = None) -> li
     """Every lever that has a share of the cycle, the largest win first.
 
     Args:
-        idle: milliseconds a cycle that the GPU idles without the profiler; default: as traced.
+        idle: milliseconds a cycle that the GPU idles without the profiler, which shortens the cycle; default: as
+            traced.
     """
     communication = split.communication
     drafter = (DRAFT, DRAFT_EXTEND)
     found = [
-        _lever(split, "verify", (VERIFY,), _verify(split)),
-        _lever(split, "drafter", drafter, _graphs_off(split, drafter) or "a smaller drafter, or fewer steps"),
-        _lever(split, "sampling", (SAMPLING,), "fewer and cheaper kernels between verify and draft extend"),
-        _lever(split, "communication", (COMMUNICATION,), _communication(communication, split, waited)),
-        _lever(split, "overhead", (IDLE, BETWEEN), _overhead(split)),
-        _lever(split, "unattributed", (UNATTRIBUTED,), "find out what it is: its launches are not in the trace"),
+        _lever(split, idle, "verify", (VERIFY,), _verify(split)),
+        _lever(split, idle, "drafter", drafter, _graphs_off(split, drafter) or "a smaller drafter, or fewer steps"),
+        _lever(split, idle, "sampling", (SAMPLING,), "fewer and cheaper kernels between verify and draft extend"),
+        _lever(split, idle, "communication", (COMMUNICATION,), _communication(communication, split, waited)),
+        _lever(split, idle, "overhead", (IDLE, BETWEEN), _overhead(split, idle)),
+        _lever(split, idle, "unattributed", (UNATTRIBUTED,), "find out what it is: its launches are not in the trace"),
     ]
     return sorted((lever for lever in found if lever.ms > 0), key=lambda lever: -lever.share)
 
 
-def _lever(split: Split, name: str, parts: tuple[str, ...], what: str) -> Lever:
-    ms = sum(split.parts[part].mean for part in parts)
-    share = ms / split.cycle.mean
+def cycle_ms(split: Split, idle: float | None) -> float:
+    """Milliseconds of the cycle that the levers are shares of."""
+    return split.cycle.mean - (0.0 if idle is None else split.parts[IDLE].mean - idle)
+
+
+def _lever(split: Split, idle: float | None, name: str, parts: tuple[str, ...], what: str) -> Lever:
+    ms = sum(idle if part == IDLE and idle is not None else split.parts[part].mean for part in parts)
+    share = ms / cycle_ms(split, idle)
     halved = speedup(share, 0.5)
     assert halved is not None
     return Lever(name, parts, ms, share, halved, speedup(share, 0.0), what)
@@ -118,13 +125,14 @@ def _communication(by_phase: dict[str, float], split: Split, waited: Waiting | s
     return f"the transfers (algorithm, NCCL settings, links): waiting for another rank is only {waits:.0%}; {where}"
 
 
-def _overhead(split: Split) -> str:
-    idle, between = split.parts[IDLE].mean, split.parts[BETWEEN].mean
+def _overhead(split: Split, untraced: float | None) -> str:
+    idle = split.parts[IDLE].mean if untraced is None else untraced
+    between = split.parts[BETWEEN].mean
     if not split.on_gpu:
         return "the scheduler between two cycles"
     off = [phase for phase in (VERIFY, DRAFT, DRAFT_EXTEND) if _graphs_off(split, (phase,))]
     before = max(split.idle_before, key=lambda phase: split.idle_before[phase], default=DRAFT)
-    waits = f"the GPU waits {idle:.3f} ms a cycle for the CPU, most before {before.replace('_', ' ')}"
+    waits = f"the GPU waits {idle:.3f} ms a cycle for the CPU, most of it before {_WORDS.get(before, before)}"
     if off:
         return f"CUDA graphs for {', '.join(off).replace('_', ' ')}, which is launched piece by piece: {waits}"
     if between > idle:
@@ -132,8 +140,9 @@ def _overhead(split: Split) -> str:
     return f"the overlap schedule, a faster CPU, less work on it: {waits}"
 
 
-def sentences(found: Sequence[Lever], split: Split) -> list[str]:
-    """What follows, the largest win first."""
+def sentences(found: Sequence[Lever], split: Split, idle: float | None = None) -> list[str]:
+    """What follows, the largest win first; `idle` as for `levers`."""
+    cycle = cycle_ms(split, idle)
     lines = []
     for place, lever in enumerate(lever for lever in found if lever.share >= LITTLE):
         most = "" if lever.free is None or not math.isfinite(lever.free) else f", free {lever.free:.1%}"
@@ -147,13 +156,9 @@ def sentences(found: Sequence[Lever], split: Split) -> list[str]:
         lines.append(f"not worth a question: {', '.join(small)}, each below {LITTLE:.0%} of the cycle")
     drafter = next((lever for lever in found if lever.name == "drafter"), None)
     if drafter is not None and drafter.free is not None:
-        verify = split.verify_ms / split.cycle.mean
+        verify = split.verify_ms / cycle
         lines.append(
             f"verify with its communication is {verify:.0%} of the cycle: a drafter that cost nothing would win at "
-            f"most {_drafter_free(split):.1%}"
+            f"most {speedup(split.draft_ms / cycle, 0.0) or 0.0:.1%}"
         )
     return lines
-
-
-def _drafter_free(split: Split) -> float:
-    return speedup(split.draft_ms / split.cycle.mean, 0.0) or 0.0

@@ -15,7 +15,7 @@ from rich.text import Text
 from eagle3.serve.profile.advice import sentences
 from eagle3.serve.profile.phases import METHODS, PARTS, PHASES, UNATTRIBUTED
 from eagle3.serve.profile.ranks import Waiting
-from eagle3.serve.profile.result import Profile, corrected_idle
+from eagle3.serve.profile.result import Profile
 from eagle3.serve.profile.summary import Split
 
 PART_WORDS = {
@@ -36,7 +36,7 @@ def render_profile(profile: Profile, width: int = 120) -> str:
     parts: list[Any] = [_parts_table(profile), Text("")]
     if len(profile.splits) > 1:
         parts += [_ranks_table(profile), Text("")]
-    parts += [*_items(sentences(profile.levers, split), width), Text("")]
+    parts += [*_items(sentences(profile.levers, split, profile.idle), width), Text("")]
     parts += [Text("rests on"), *_items([*_rests_on(profile), *profile.notes], width)]
     if profile.point is not None:
         values = profile.point.model_dump(exclude_none=True)
@@ -111,14 +111,17 @@ def _rests_on(profile: Profile) -> list[str]:
         lines.append(
             f"communication: transfer {waits.transfer:.3f} ms, waiting {waits.mean_wait:.3f} ms (mean of ranks)"
         )
-    measured, idle = profile.measured, corrected_idle(profile)
+    measured, idle = profile.measured, profile.idle
     if measured is not None:
         lines.append(
             f"without the profiler, from what the server says: {measured.cycle_ms:.3f} ms a cycle, acceptance length "
             f"{measured.acceptance_length:.3f} ({measured.requests} answers, {measured.verifies} verifies)"
         )
     if idle is not None and idle < split.parts["idle"].mean:
-        lines.append(f"without the profiler's share the GPU idles at least {idle:.3f} ms a cycle")
+        lines.append(
+            f"without the profiler's share the GPU idles at least {idle:.3f} ms a cycle, and the shares above that are "
+            "proposed from are of that cycle"
+        )
     return lines
 
 
@@ -152,7 +155,7 @@ def profile_json(profile: Profile) -> str:
         },
         "ranks": [_rank(one) for one in profile.splits],
         "levers": [asdict(lever) for lever in profile.levers],
-        "findings": sentences(profile.levers, split),
+        "findings": sentences(profile.levers, split, profile.idle),
         "point": None if profile.point is None else profile.point.model_dump(exclude_none=True),
         "notes": profile.notes,
     }

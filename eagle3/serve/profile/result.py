@@ -46,6 +46,11 @@ class Profile:
     def split(self) -> Split:
         return self.splits[0]
 
+    @property
+    def idle(self) -> float | None:
+        """As `untraced_idle`."""
+        return untraced_idle(self.split, self.measured)
+
 
 def profile_traces(
     paths: Sequence[Path], steps: int | None = None, draft_tokens: int | None = None, batch: int | None = None
@@ -125,7 +130,8 @@ def _profile(
         notes.append(f"no point for `eagle3 serve plan`: give {' and '.join(missing)}")
     else:
         point = _point(split, steps, draft_tokens, found, measured, notes)
-    return Profile(splits, waited, levers(split, waited), facts, measured, point, notes)
+    found_levers = levers(split, waited, untraced_idle(split, measured))
+    return Profile(splits, waited, found_levers, facts, measured, point, notes)
 
 
 def _point(
@@ -162,8 +168,8 @@ def _point(
         return None
 
 
-def corrected_idle(profile: Profile) -> float | None:
+def untraced_idle(split: Split, measured: Measured | None) -> float | None:
     """Milliseconds a cycle that the GPU would idle without the profiler: the least; None where it is not known."""
-    if profile.measured is None or not profile.split.on_gpu:
+    if measured is None or not split.on_gpu:
         return None
-    return max(0.0, profile.split.parts[IDLE].mean - max(0.0, profile.split.cycle.mean - profile.measured.cycle_ms))
+    return max(0.0, split.parts[IDLE].mean - max(0.0, split.cycle.mean - measured.cycle_ms))

@@ -14,7 +14,7 @@ from eagle3.serve.profile import Profile, profile_json, profile_traces, render_p
 from eagle3.serve.profile.advice import sentences, speedup
 from eagle3.serve.profile.load import Measured
 from eagle3.serve.profile.ranks import Waiting
-from eagle3.serve.profile.result import _profile, corrected_idle
+from eagle3.serve.profile.result import _profile
 
 from .cases import TraceBuilder
 
@@ -110,6 +110,19 @@ def test_launching_piece_by_piece_is_answered_with_cuda_graphs(tmp_path: Path) -
     assert with_graphs["overhead"].startswith("the overlap schedule") and "before draft" in with_graphs["overhead"]
 
 
+def test_kernels_that_prepare_a_graph_do_not_make_it_piece_by_piece(tmp_path: Path) -> None:
+    """As SGLang 0.5.16 does on an H200: 25 kernels of its own before a draft extend's graph of 26."""
+    builder = TraceBuilder()
+    builder.cycles(12)
+    for cycle in range(12):
+        for place in range(6):
+            builder.launch(cycle * 1000 + 846, (cycle * 1000 + 841 + place, cycle * 1000 + 842 + place, "prepare"))
+    found = profile_traces([builder.write(tmp_path / "x.json")])
+
+    assert found.split.launches["draft_extend", False] > found.split.launches["draft_extend", True] > 0
+    assert not any("CUDA graphs" in lever.what for lever in found.levers)
+
+
 def test_the_point_is_taken_by_the_planner_and_gives_the_cycle_back(tmp_path: Path) -> None:
     found = profile_traces(ranks(tmp_path, 100), steps=3)
 
@@ -138,7 +151,12 @@ def test_the_cycle_without_the_profiler_is_preferred_unless_it_cannot_be(
     assert found.point is not None
     assert (found.point.cycle_ms, found.point.acceptance_length) == (cycle, 2.5)
     assert any("times as long as one without" in note for note in found.notes) == stretched
-    assert corrected_idle(found) == pytest.approx(max(0.0, 0.125 - max(0.0, 1 - cycle_ms)))
+    idle = max(0.0, 0.125 - max(0.0, 1 - cycle_ms))
+    assert found.idle == pytest.approx(idle)
+    assert next(lever.share for lever in found.levers if lever.name == "verify") == pytest.approx(0.57 / (0.875 + idle))
+    assert sentences(found.levers, found.split, found.idle)[-1].startswith(
+        f"verify with its communication is {0.67 / (0.875 + idle):.0%} of the cycle"
+    )
     value = validated(found)
     assert value["untraced"] == {
         "requests": 8, "tokens": 300, "verifies": 120, "cycle_ms": cycle_ms, "acceptance_length": 2.5,
