@@ -34,6 +34,7 @@ class Conversation:
         tools: descriptions of callable tools, for the template.
         answer_ids: the target's own token ids for the last message, where they are known.
         source: where the prompt comes from, as the record says.
+        asks_each: each user turn is to be answered before the next one (a record of `turns`).
     """
 
     id: str
@@ -41,6 +42,7 @@ class Conversation:
     tools: list[Any] | None = None
     answer_ids: list[int] | None = None
     source: str | None = None
+    asks_each: bool = False
 
     @property
     def prompt_only(self) -> bool:
@@ -155,6 +157,9 @@ def _conversation(record: Any, where: str, wanted: str, formats: _Formats) -> Co
         fix = "say which with data.format=..." if kind == "ambiguous" else FIX
         return [Problem(where, f"conversations.{kind}", f"{text}{name}", fix)]
     formats.add(claim, where)
+    if claim.format == "turns":  # as MT-bench's files name them
+        given = {"id": record.get("question_id"), "source": record.get("category")}
+        record = {**without_nulls(given), **record}
     faults: Faults = []
     messages = _messages(record, claim, faults)
     tools, answer_ids = from_json_text(record.get("tools")), from_json_text(record.get("answer_ids"))
@@ -172,7 +177,8 @@ def _conversation(record: Any, where: str, wanted: str, formats: _Formats) -> Co
     if faults:
         return [Problem(where, f"conversations.{kind}", f"{text}{name}", FIX) for kind, text in faults]
     source = record.get("source")
-    return Conversation(str(identity), messages, tools, answer_ids, None if source is None else str(source))
+    known = None if source is None else str(source)
+    return Conversation(str(identity), messages, tools, answer_ids, known, asks_each=claim.format == "turns")
 
 
 def _messages(record: dict[str, Any], claim: Claim, faults: Faults) -> Messages:

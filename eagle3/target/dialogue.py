@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -53,6 +53,7 @@ class Dialogue:
     """
 
     def __init__(self, conversation: Conversation, turns: Turns) -> None:
+        conversation = _with_places(conversation)
         self.conversation = conversation
         self.messages: list[dict[str, Any]] = list(conversation.messages)
         self._turns = _turns(conversation, turns)
@@ -113,6 +114,12 @@ def make_dialogues(
         if not dialogue.left:
             problems.append(Problem(conversation.id, "chat.assistant_first", "has an answer but no prompt", _FIX))
             continue
+        if turns == "last" and len(dialogue.messages) > len(conversation.messages):
+            message = (
+                "is a list of turns, of which only the last one would be answered, behind answers that are not there"
+            )
+            problems.append(Problem(conversation.id, "regenerate.turns", message, "pass turns=all"))
+            continue
         try:
             made.append((dialogue, dialogue.prompt(renderer)))
         except ProblemsError as error:
@@ -130,6 +137,16 @@ def _repeated(made: Sequence[tuple[Dialogue, Prompt]]) -> list[Problem]:
                 message = f"an answer of conversation {owner!r} would have its id, {name!r}, too"
                 problems.append(Problem(dialogue.conversation.id, "chat.duplicate_id", message, "rename one of them"))
     return problems
+
+
+def _with_places(conversation: Conversation) -> Conversation:
+    """A list of turns with a place for an answer behind each but the last."""
+    if not conversation.asks_each:
+        return conversation
+    messages: list[dict[str, Any]] = []
+    for message in conversation.messages:
+        messages += [{"role": "assistant", "content": ""}] * bool(messages) + [message]
+    return replace(conversation, messages=messages)
 
 
 def _turns(conversation: Conversation, turns: Turns) -> list[int]:

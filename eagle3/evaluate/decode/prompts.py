@@ -10,7 +10,7 @@ from pathlib import PurePath
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import ConversationsConfig, DecodeConfig
-from eagle3.data.conversations import Conversation, load_conversations
+from eagle3.data.conversations import load_conversations
 from eagle3.errors import Problem, ProblemsError, problem_error
 from eagle3.target.dialogue import Dialogue, Prompt, make_dialogues
 
@@ -68,7 +68,7 @@ def _read(cfg: DecodeConfig, path: str, name: str, tokenizer: PreTrainedTokenize
     given = cfg.data.model_dump(exclude={"chat_template_kwargs"})
     conversations, dropped = load_conversations(ConversationsConfig(path=path, **given))
     prefix = f"{name}/" if len(cfg.prompts) > 1 else ""
-    asked = [_with_places(item, prefix) for item in conversations]
+    asked = [replace(item, id=prefix + item.id) for item in conversations]
     dialogues, problems = make_dialogues(tokenizer, asked, cfg.data.chat_template_kwargs, "all")
     skipped = Counter(dict(dropped.by_reason()))
     if problems and not cfg.data.skip_bad:
@@ -81,16 +81,6 @@ def _read(cfg: DecodeConfig, path: str, name: str, tokenizer: PreTrainedTokenize
         raise problem_error(path, "decode.no_prompts", message, "check the file, or raise data.max_length")
     left_out = [pair for pair in dialogues if len(pair[1].input_ids) > longest]
     return PromptSet(name, fitting, prefix, skipped, sum(len(dialogue.names) for dialogue, _ in left_out))
-
-
-def _with_places(conversation: Conversation, prefix: str) -> Conversation:
-    """The conversation under the id of its answer, with a place for an answer after each user turn."""
-    messages: list[dict[str, object]] = []
-    for message in conversation.messages:
-        if messages and messages[-1]["role"] == message["role"] == "user":
-            messages.append({"role": "assistant", "content": ""})
-        messages.append(message)
-    return replace(conversation, id=prefix + conversation.id, messages=messages)
 
 
 def reasons(counts: Mapping[str, int]) -> Sequence[str]:

@@ -12,7 +12,6 @@ from eagle3.config import LoadSection, TargetConfig
 from eagle3.data.chat import load_tokenizer
 from eagle3.data.chat.render import Renderer
 from eagle3.data.conversations import Conversation, load_conversations
-from eagle3.data.questions import load_questions
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
 from eagle3.target.answer_servers.api import Sampling
@@ -101,7 +100,7 @@ def make_load(cfg: LoadSection, target: TargetConfig) -> Load:
     problems: list[Problem] = []
     left_out: dict[str, dict[str, int]] = {}
     for name, section in cfg.sets.items():
-        conversations, dropped = load_questions(section)
+        conversations, dropped = load_conversations(section)
         made, bad = make_dialogues(tokenizer, conversations, section.chat_template_kwargs, "all")
         counts = dict(dropped.by_reason())
         if section.skip_bad:

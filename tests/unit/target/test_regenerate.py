@@ -297,6 +297,26 @@ def test_every_turn_is_answered_behind_the_new_answers(cfg: RegenerateConfig, mo
     assert Path(talks.output).read_bytes() == whole
 
 
+def test_each_of_a_list_of_turns_is_answered_before_the_next(
+    cfg: RegenerateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"question_id": 81, "category": "writing", "turns": ["Hi", "Shorter."]}
+    Path(cfg.data.path).write_text(json.dumps(record) + "\n")
+    with pytest.raises(ProblemsError, match=r"regenerate\.turns"):
+        run_regenerate(cfg)
+    talks = cfg.model_copy(update={"turns": "all"})
+    model, tokenizer = make_engine(Path(cfg.target.path), [0]).model, AutoTokenizer.from_pretrained(cfg.target.path)
+    prompt = render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+    end = greedy_alone(model, prompt, 3, []).ids[-1]  # or the second turn would not be asked
+    monkeypatch.setattr(regenerate, "eos_ids", lambda _: (end,))
+    run_regenerate(talks)
+    first, second = read(talks.output)
+    assert (first["id"], second["id"], first["source"]) == ("81#1", "81#3", "writing")
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert second["messages"][:2] == first["messages"]
+    assert second["messages"][2] == {"role": "user", "content": "Shorter."}
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
