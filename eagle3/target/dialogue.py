@@ -146,7 +146,7 @@ def _with_places(conversation: Conversation) -> Conversation:
     messages: list[dict[str, Any]] = []
     for message in conversation.messages:
         messages += [{"role": "assistant", "content": ""}] * bool(messages) + [message]
-    return replace(conversation, messages=messages)
+    return replace(conversation, messages=messages, asks_each=False)
 
 
 def _turns(conversation: Conversation, turns: Turns) -> list[int]:
