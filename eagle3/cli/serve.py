@@ -1,4 +1,4 @@
-"""`eagle3 serve`: around a server, before there is one."""
+"""`eagle3 serve`: around a server, from before it is started."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Annotated
 
 import typer
 
+from eagle3.cli import serve_launch, serve_wait
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
 from eagle3.cli.serve_bench import add_bench
 from eagle3.config import PlanConfig
 
-serve_app = typer.Typer(help="Around a server: what it will do before it is started.", no_args_is_help=True)
+serve_app = typer.Typer(help="Around a server: what it will do, its command, its start.", no_args_is_help=True)
+serve_app.command("launch", epilog=serve_launch.EPILOG)(serve_launch.launch)
+serve_app.command("wait")(serve_wait.wait)
 
 
 @serve_app.callback()
 def _root() -> None:
-    """Around a server: what it will do before it is started."""
+    """Around a server: what it will do, its command, its start."""
 
 
 @serve_app.command(epilog=epilog(PlanConfig))

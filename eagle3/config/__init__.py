@@ -3,6 +3,7 @@
 from eagle3.config.base import Section
 from eagle3.config.bench_schema import BenchConfig, LoadSection
 from eagle3.config.cache import CacheSection
+from eagle3.config.launch_schema import LaunchConfig
 from eagle3.config.loading import build_config, dump_config, field_help, load_config
 from eagle3.config.plan_schema import BaselinePoint, CostSection, MeasuredPoint, PlanConfig, ScaleSection, TreeSection
 from eagle3.config.regenerate_schema import AnswerServerSection, PriceSection, RegenerateConfig
@@ -39,6 +40,7 @@ __all__ = [
     "EarlyStoppingSection",
     "ExtractConfig",
     "ImportConfig",
+    "LaunchConfig",
     "LoadSection",
     "MeasuredPoint",
     "MomentKind",

@@ -9,6 +9,7 @@ import pytest
 from eagle3.config import (
     ExtractConfig,
     ImportConfig,
+    LaunchConfig,
     PlanConfig,
     RegenerateConfig,
     Section,
@@ -31,6 +32,7 @@ MODELS: dict[str, type[Section]] = {
     "serve": ServeConfig,
 }
 TARGETS = ("kimi-k2.5", "deepseek-v3", "llama-3.1-8b", "qwen3-8b", "smollm2-135m", "tiny-kimi")
+LAUNCHED = ("kimi-k2.5", "smollm2-135m")
 MINIMAL = ["dataset=d", "output=o", "output_indices=[2,30,58]"]
 
 
@@ -38,7 +40,21 @@ def test_every_target_has_its_five_configs() -> None:
     shipped = {path.relative_to(CONFIGS) for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "accelerate"}
 
     five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
-    assert shipped == five | {Path("kimi-k2.5/plan.yaml")}
+    launches = {Path(target) / "launch.yaml" for target in LAUNCHED}
+    assert shipped == five | launches | {Path("kimi-k2.5/plan.yaml")}
+
+
+@pytest.mark.parametrize("target", LAUNCHED)
+def test_a_shipped_launch_serves_what_the_export_wrote(target: str) -> None:
+    serve = load_config(ServeConfig, CONFIGS / target / "serve.yaml")
+    launch = load_config(LaunchConfig, CONFIGS / target / "launch.yaml")
+
+    assert (launch.checkpoint, launch.engine, launch.engine_version) == (
+        serve.output,
+        serve.engine,
+        serve.engine_version,
+    )
+    assert launch.cuda_graphs and launch.verified_tokens == launch.steps + 1
 
 
 def test_the_shipped_plan_is_the_incident() -> None:

@@ -139,3 +139,17 @@ def test_every_kind_of_evaluation_and_planning_is_documented_and_no_other() -> N
     sources = "".join(path.read_text(encoding="utf-8") for path in paths)
     code = set(re.findall(r'"((?:evaluate|plan)\.[a-z_]+)"', sources)) - {"plan.device"}
     assert set(re.findall(r"`((?:evaluate|plan)\.[a-z_]+)`", section)) == code and len(code) > 5
+
+
+def test_every_kind_of_launching_and_waiting_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Servers\n")[1].split("\n## ")[0]
+    paths = [
+        *ROOT.glob("eagle3/serve/launch/*.py"),
+        *ROOT.glob("eagle3/serve/wait/*.py"),
+        ROOT / "eagle3/cli/serve_launch.py",
+    ]
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
+    code = set(re.findall(r'"((?:launch|start)\.[a-z_]+)"', sources))
+    code |= {f"start.{kind}" for kind in re.findall(r'_cause\(\s*"([a-z_]+)"', sources)}  # the table of causes
+    assert set(re.findall(r"`((?:launch|start)\.[a-z_]+)`", section)) == code and len(code) > 30
