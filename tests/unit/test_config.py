@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.config import (
+    BenchConfig,
     ExtractConfig,
     ImportConfig,
     LaunchConfig,
@@ -41,7 +42,8 @@ def test_every_target_has_its_five_configs() -> None:
 
     five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
     launches = {Path(target) / "launch.yaml" for target in LAUNCHED}
-    assert shipped == five | launches | {Path("kimi-k2.5/plan.yaml")}
+    benches = {Path("smollm2-135m/bench.yaml")}
+    assert shipped == five | launches | benches | {Path("kimi-k2.5/plan.yaml")}
 
 
 @pytest.mark.parametrize("target", LAUNCHED)
@@ -55,6 +57,14 @@ def test_a_shipped_launch_serves_what_the_export_wrote(target: str) -> None:
         serve.engine_version,
     )
     assert launch.cuda_graphs and launch.verified_tokens == launch.steps + 1
+
+
+def test_the_shipped_bench_measures_what_the_shipped_launch_starts() -> None:
+    bench = load_config(BenchConfig, CONFIGS / "smollm2-135m" / "bench.yaml")
+    launch = load_config(LaunchConfig, CONFIGS / "smollm2-135m" / "launch.yaml")
+
+    assert bench.target.path == launch.target and bench.urls == [f"http://localhost:{launch.port}"]
+    assert [section.path for section in bench.load.sets.values()][0] == "datasets/eval/mt_bench.jsonl"
 
 
 def test_the_shipped_plan_is_the_incident() -> None:
