@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from eagle3.cli import serve_launch, serve_wait
+from eagle3.cli import serve_bench, serve_launch, serve_sweep, serve_wait
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
-from eagle3.cli.serve_bench import add_bench
 from eagle3.config import PlanConfig
 
 serve_app = typer.Typer(help="Around a server: what it will do, its command, its start.", no_args_is_help=True)
 serve_app.command("launch", epilog=serve_launch.EPILOG)(serve_launch.launch)
 serve_app.command("wait")(serve_wait.wait)
+serve_app.command("bench", epilog=serve_bench.EPILOG)(serve_bench.bench)
+serve_app.command("sweep", epilog=serve_sweep.EPILOG)(serve_sweep.sweep)
 
 
 @serve_app.callback()
@@ -45,6 +46,3 @@ def plan(
 
             plot_plan(found, plot)
     print(plan_json(found) if as_json else render_plan(found))
-
-
-add_bench(serve_app)

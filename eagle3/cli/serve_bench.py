@@ -10,10 +10,7 @@ import typer
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
 from eagle3.config import BenchConfig
 
-
-def add_bench(app: typer.Typer) -> None:
-    """Puts the command into the group."""
-    app.command(epilog=epilog(BenchConfig))(bench)
+EPILOG = epilog(BenchConfig)
 
 
 def bench(

@@ -64,7 +64,7 @@ def test_the_shipped_bench_measures_what_the_shipped_launch_starts() -> None:
     launch = load_config(LaunchConfig, CONFIGS / "smollm2-135m" / "launch.yaml")
 
     assert bench.target.path == launch.target and bench.urls == [f"http://localhost:{launch.port}"]
-    assert [section.path for section in bench.load.sets.values()][0] == "datasets/eval/mt_bench.jsonl"
+    assert next(section.path for section in bench.load.sets.values()) == "datasets/eval/mt_bench.jsonl"
 
 
 def test_the_shipped_plan_is_the_incident() -> None:

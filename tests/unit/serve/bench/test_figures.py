@@ -22,8 +22,8 @@ def one_pass(requests: list[Request], full: float, seconds: float, concurrency: 
 def test_the_end_of_a_pass_where_fewer_are_left_does_not_count() -> None:
     # Two at a time, 10 tokens/s each, until one is alone at 100 tokens/s from second 2 on.
     first = request("a", 0.0, [0.1 * (place + 1) for place in range(20)], [1] * 20)
-    second = request("b", 0.0, [0.1 * (place + 1) for place in range(20)] + [2 + 0.01 * place for place in range(1, 101)],
-                     [1] * 120)  # fmt: skip
+    alone = [2 + 0.01 * place for place in range(1, 101)]
+    second = request("b", 0.0, [0.1 * (place + 1) for place in range(20)] + alone, [1] * 120)
     item = one_pass([first, second], full=2.0, seconds=3.0)
     found = speed_of([item], 2, 0)
     assert found.tok_s.value == pytest.approx(20) and found.wall_tok_s == pytest.approx(140 / 3)
