@@ -24,8 +24,8 @@ def sweep(
 ) -> None:
     """Start a server at every step count, measure each, and hold a plan against them (docs/sweep.md).
 
-    A server that dies is a failed row with its cause, and the others go on; exit code 2 then. Stopped and started again,
-    it goes on with the rows that are lacking.
+    A server that dies is a failed row with its cause, and the others go on; exit code 2 then. Stopped and started
+    again, it goes on with the rows that are lacking.
     """
     from eagle3.serve.sweep.report import render_sweep, sweep_json
     from eagle3.serve.sweep.run import run_sweep

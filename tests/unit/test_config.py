@@ -15,6 +15,7 @@ from eagle3.config import (
     RegenerateConfig,
     Section,
     ServeConfig,
+    SweepConfig,
     TrainConfig,
     dump_config,
     field_help,
@@ -42,7 +43,7 @@ def test_every_target_has_its_five_configs() -> None:
 
     five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
     launches = {Path(target) / "launch.yaml" for target in LAUNCHED}
-    benches = {Path("smollm2-135m/bench.yaml")}
+    benches = {Path("smollm2-135m/bench.yaml"), Path("smollm2-135m/sweep.yaml")}
     assert shipped == five | launches | benches | {Path("kimi-k2.5/plan.yaml")}
 
 
@@ -64,6 +65,9 @@ def test_the_shipped_bench_measures_what_the_shipped_launch_starts() -> None:
     launch = load_config(LaunchConfig, CONFIGS / "smollm2-135m" / "launch.yaml")
 
     assert bench.target.path == launch.target and bench.urls == [f"http://localhost:{launch.port}"]
+    sweep = load_config(SweepConfig, CONFIGS / "smollm2-135m" / "sweep.yaml")
+    assert sweep.load.sets == bench.load.sets and sweep.target == bench.target
+    assert (sweep.launch.checkpoint, sweep.launch.engine_version) == (launch.checkpoint, launch.engine_version)
     assert next(section.path for section in bench.load.sets.values()) == "datasets/eval/mt_bench.jsonl"
 
 

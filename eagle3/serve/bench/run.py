@@ -154,7 +154,12 @@ def _context_problems(url: str, facts: Facts, load: Load) -> list[Problem]:
 
 async def measure(servers: Sequence[Measured], load: Load, folder: Path, only_read: bool = False) -> None:
     """Every pass that is not on disk yet: at each concurrency the servers in turns, every second round backwards, so
-    that what drifts on the machine meets all of them alike. A server that is lost is left out from then on. With `only_read`, nothing is measured."""
+    that what drifts on the machine meets all of them alike. A server that is lost is left out from then on.
+
+    Args:
+        folder: of the passes.
+        only_read: take what is there, and measure nothing.
+    """
     todo = []
     for one in _plan(servers, load, folder):
         done = read_pass(one.path, one.key)

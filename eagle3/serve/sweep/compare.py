@@ -72,8 +72,8 @@ class Comparison:
         planned = max(self.held, key=lambda item: item.predicted)
         found = [
             f"{where}: the plan misses the rows that it was not made from by {largest.deviation:+.1%} at most "
-            f"({largest.name}: {largest.predicted:.1f} for {largest.measured:.1f}); {inside} of {others} lie within its "
-            "95% interval"
+            f"({largest.name}: {largest.predicted:.1f} for {largest.measured:.1f}); {inside} of {others} lie within "
+            "its 95% interval"
         ]
         if planned.name == fastest.name:
             return [*found, f"{where}: plan and measurement agree that {fastest.name} is the fastest"]

@@ -70,9 +70,9 @@ class SweepResult:
     @property
     def problems(self) -> list[Problem]:
         found = []
-        for row in self.sweep_rows:
-            for item in row.problems:
-                where = f"{row.setting.name}: {item.where}"
+        for failed in self.sweep_rows:
+            for item in failed.problems:
+                where = f"{failed.setting.name}: {item.where}"
                 found.append(Problem(where, "sweep.failed", f"[{item.kind}] {item.message}", item.fix))
         for place, rows in self.rows.items():
             name = self.sweep_rows[place].setting.name

@@ -19,8 +19,9 @@ from eagle3.serve.sweep.row_file import ROW, RowFile, changed_problem, read_row,
 from eagle3.serve.sweep.settings import Setting, make_settings
 from eagle3.serve.wait import Ready, wait_until_ready
 from eagle3.serve.wait.show import shown_progress
+from eagle3.target.answer_servers.api import APIS
 
-LOCK, ROWS, RESULT, LOG, PASSES, FAILED = "sweep.lock", "rows", "sweep.json", "server.log", "passes", "failed.txt"
+LOCK, ROWS, RESULT, LOG, PASSES = "sweep.lock", "rows", "sweep.json", "server.log", "passes"
 _CAUSE_SECONDS = 10.0
 
 
@@ -110,6 +111,7 @@ def _finished(one: _Work, cfg: SweepConfig, load: Load) -> bool:
     async def read() -> Measured:
         async with client(None, 1.0) as http:
             server = make_server(one.setting.command.url, _bench(cfg, one), http)
+            server.api = APIS["sglang"]
             item = Measured(server, one.kept.facts, not one.setting.steps, tag="row")  # type: ignore[union-attr]
             await measure([item], load, one.folder / PASSES, only_read=True)
             return item
