@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
-from eagle3.cli import serve_launch, serve_wait
+from eagle3.cli import serve_bench, serve_launch, serve_profile, serve_sweep, serve_wait
 from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
-from eagle3.cli.serve_bench import bench
-from eagle3.cli.serve_profile import profile
-from eagle3.config import BenchConfig, PlanConfig
+from eagle3.config import PlanConfig
 
 serve_app = typer.Typer(help="Around a server: what it will do, its command, its start.", no_args_is_help=True)
 serve_app.command("launch", epilog=serve_launch.EPILOG)(serve_launch.launch)
 serve_app.command("wait")(serve_wait.wait)
-serve_app.command(epilog=epilog(BenchConfig))(bench)
-serve_app.command()(profile)
+serve_app.command("profile")(serve_profile.profile)
+serve_app.command("bench", epilog=serve_bench.EPILOG)(serve_bench.bench)
+serve_app.command("sweep", epilog=serve_sweep.EPILOG)(serve_sweep.sweep)
 
 
 @serve_app.callback()

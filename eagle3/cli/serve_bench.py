@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from eagle3.cli.common import AsJson, ConfigFile, Overrides, problems_as, run_config
+from eagle3.cli.common import AsJson, ConfigFile, Overrides, epilog, problems_as, run_config
 from eagle3.config import BenchConfig
+
+EPILOG = epilog(BenchConfig)
 
 
 def bench(

@@ -17,6 +17,7 @@ from eagle3.config.schema import (
     StreamSection,
     TargetConfig,
 )
+from eagle3.config.sweep_schema import SweepConfig, SweepTree
 from eagle3.config.train_schema import (
     DraftSection,
     EarlyStoppingSection,
@@ -59,6 +60,8 @@ __all__ = [
     "Section",
     "ServeConfig",
     "StreamSection",
+    "SweepConfig",
+    "SweepTree",
     "TTTSection",
     "TargetConfig",
     "TrackingSection",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.config import (
+    BenchConfig,
     DecodeConfig,
     ExtractConfig,
     ImportConfig,
@@ -15,6 +16,7 @@ from eagle3.config import (
     RegenerateConfig,
     Section,
     ServeConfig,
+    SweepConfig,
     TrainConfig,
     dump_config,
     field_help,
@@ -42,7 +44,10 @@ def test_every_target_has_its_five_configs() -> None:
 
     five = {Path(target) / f"{command}.yaml" for target in TARGETS for command in MODELS}
     launches = {Path(target) / "launch.yaml" for target in LAUNCHED}
-    assert shipped == five | launches | {Path("kimi-k2.5/plan.yaml"), Path("smollm2-135m/decode.yaml")}
+    others = {Path("kimi-k2.5/plan.yaml")} | {
+        Path("smollm2-135m") / f"{name}.yaml" for name in ("decode", "bench", "sweep")
+    }
+    assert shipped == five | launches | others
 
 
 @pytest.mark.parametrize("target", LAUNCHED)
@@ -56,6 +61,17 @@ def test_a_shipped_launch_serves_what_the_export_wrote(target: str) -> None:
         serve.engine_version,
     )
     assert launch.cuda_graphs and launch.verified_tokens == launch.steps + 1
+
+
+def test_the_shipped_bench_measures_what_the_shipped_launch_starts() -> None:
+    bench = load_config(BenchConfig, CONFIGS / "smollm2-135m" / "bench.yaml")
+    launch = load_config(LaunchConfig, CONFIGS / "smollm2-135m" / "launch.yaml")
+
+    assert bench.target.path == launch.target and bench.urls == [f"http://localhost:{launch.port}"]
+    sweep = load_config(SweepConfig, CONFIGS / "smollm2-135m" / "sweep.yaml")
+    assert sweep.load.sets == bench.load.sets and sweep.target == bench.target
+    assert (sweep.launch.checkpoint, sweep.launch.engine_version) == (launch.checkpoint, launch.engine_version)
+    assert next(section.path for section in bench.load.sets.values()) == "datasets/eval/mt_bench.jsonl"
 
 
 def test_the_shipped_plan_is_the_incident() -> None:

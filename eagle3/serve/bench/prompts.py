@@ -6,10 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
 from eagle3.config import LoadSection, TargetConfig
-from eagle3.data.chat import load_tokenizer
+from eagle3.data.chat import Tokenizer, load_tokenizer
 from eagle3.data.chat.render import Renderer
 from eagle3.data.conversations import Conversation, load_conversations
 from eagle3.errors import Problem, problem_error, raise_problems
@@ -73,7 +71,7 @@ class Load:
     cfg: LoadSection
     target: TargetConfig
     files: TargetFiles
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     talks: tuple[Talk, ...]
     left_out: Mapping[str, Mapping[str, int]]
     chat_ids: list[int]
@@ -139,7 +137,7 @@ def _check_count(cfg: LoadSection, talks: int) -> None:
         raise problem_error("load.concurrency", "bench.too_few", message, fix)
 
 
-def _reference(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> dict[str, Reference]:
+def _reference(path: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> dict[str, Reference]:
     """The answers by the digest of their prompts.
 
     Raises:

@@ -40,6 +40,7 @@ class Measured:
         baseline: the others are compared with it.
         passes: by concurrency, in order.
         lost: why no more passes of it are measured; empty while it is there.
+        tag: begins the names of its passes' files.
     """
 
     server: Server
@@ -47,6 +48,10 @@ class Measured:
     baseline: bool
     passes: dict[int, list[Pass]] = field(default_factory=dict)
     lost: str = ""
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        self.tag = self.tag or digest_json(self.server.url)[7:15]
 
 
 def run_bench(cfg: BenchConfig) -> BenchResult:
@@ -147,9 +152,14 @@ def _context_problems(url: str, facts: Facts, load: Load) -> list[Problem]:
     return [Problem(url, "bench.context", message, fix)]
 
 
-async def measure(servers: Sequence[Measured], load: Load, folder: Path) -> None:
+async def measure(servers: Sequence[Measured], load: Load, folder: Path, only_read: bool = False) -> None:
     """Every pass that is not on disk yet: at each concurrency the servers in turns, every second round backwards, so
-    that what drifts on the machine meets all of them alike. A server that is lost is left out from then on."""
+    that what drifts on the machine meets all of them alike. A server that is lost is left out from then on.
+
+    Args:
+        folder: of the passes.
+        only_read: take what is there, and measure nothing.
+    """
     todo = []
     for one in _plan(servers, load, folder):
         done = read_pass(one.path, one.key)
@@ -157,6 +167,8 @@ async def measure(servers: Sequence[Measured], load: Load, folder: Path) -> None
             one.item.passes.setdefault(one.concurrency, []).append(done)
         else:
             todo.append(one)
+    if only_read:
+        return
     with progress("bench", len(todo) * len(load.talks), "conversations") as advance:
         for one in todo:
             item = one.item
@@ -194,7 +206,7 @@ def _plan(servers: Sequence[Measured], load: Load, folder: Path) -> list[_Planne
             for item in servers if number % 2 == 0 else servers[::-1]:
                 api = "" if item.server.api is None else item.server.api.name
                 key = digest_json([load.digest, item.facts.settings, api])
-                name = f"{digest_json(item.server.url)[7:15]}-c{concurrency}-p{number}.json"
+                name = f"{item.tag}-c{concurrency}-p{number}.json"
                 found.append(_Planned(item, concurrency, number, folder / name, key))
     return found
 

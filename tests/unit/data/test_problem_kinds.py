@@ -154,3 +154,16 @@ def test_every_kind_of_launching_and_waiting_is_documented_and_no_other() -> Non
     code = set(re.findall(r'"((?:launch|start)\.[a-z_]+)"', sources))
     code |= {f"start.{kind}" for kind in re.findall(r'_cause\(\s*"([a-z_]+)"', sources)}  # the table of causes
     assert set(re.findall(r"`((?:launch|start)\.[a-z_]+)`", section)) == code and len(code) > 30
+
+
+def test_every_kind_of_measuring_servers_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs/problem-kinds.md").read_text(encoding="utf-8")
+    section = text.split("\n## Measuring servers\n")[1].split("\n## ")[0]
+    paths = [*ROOT.glob("eagle3/serve/bench/*.py"), *ROOT.glob("eagle3/serve/sweep/*.py")]
+    paths += [ROOT / "eagle3/cli/serve_bench.py", ROOT / "eagle3/cli/serve_sweep.py"]
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
+    assert 'f"bench.{kind}"' in sources
+    files = {"bench.lock", "bench.json", "sweep.lock", "sweep.json"}
+    code = set(re.findall(r'"((?:bench|sweep)\.[a-z_]+)"', sources)) - files
+    code |= {f"bench.{kind}" for kind in re.findall(r'add\("([a-z_]+)"', sources)}
+    assert set(re.findall(r"`((?:bench|sweep)\.[a-z_]+)`", section)) == code and len(code) > 10

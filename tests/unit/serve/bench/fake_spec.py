@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,8 @@ class FakeSpec:
     Attributes:
         steps: draft steps; 0: it has no drafter.
         pattern: accepted drafts of each round, over and over.
-        fault: of the n-th measured request (from 0): a status, `cut`, `json`, `abort`, `error`, `meta`, `gone`, `ids`.
+        fault: of the n-th measured request (from 0): a status, `cut`, `json`, `abort`, `error`, `meta`, `ids`,
+            `exit` (its process).
         without: keys that its `meta_info` lacks.
         rename: keys that are called otherwise, as older releases do.
         pieces: sends the new tokens only, as `--incremental-streaming-output` does.
@@ -62,6 +64,7 @@ class FakeSpec:
     info: dict[str, Any] = field(default_factory=dict)
     length: int = 12
     seed: int = 7
+    model: str = "/models/tiny"
     change: Callable[[list[int]], list[int]] = lambda ids: ids
     requests: list[dict[str, Any]] = field(default_factory=list)
     flushed: int = 0
@@ -107,11 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         fake = self.fake
         if self.path == "/model_info":
-            return self._send(200, {"model_path": "/models/tiny", "model_type": "llama"})
+            return self._send(200, {"model_path": fake.model, "model_type": "llama"})
         if self.path == "/server_info":
             return self._send(200, fake.server_info())
         if self.path == "/metrics" and fake.metrics:
             return self._raw(200, fake.page().encode())
+        if self.path == "/ready":
+            return self._send(200, {})
         if self.path == "/v1/loads":
             return self._send(200, {"loads": [{"num_running_reqs": fake.in_flight, "num_waiting_reqs": 0}]})
         return self._send(404, {"detail": "Not Found"})
@@ -131,6 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
             fake.requests.append(body)
             fault = None if warm else fake.fault(fake.measured)
             fake.measured += not warm
+            if fault == "exit":
+                print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", flush=True)
+                os._exit(1)
             fake.in_flight += 1
             fake.most_in_flight = max(fake.most_in_flight, fake.in_flight)
         try:
