@@ -1,4 +1,4 @@
-"""`eagle3 serve bench` and `sweep` with the real server: acceptance is, to the round, what `eagle3 evaluate` foresees."""
+"""`eagle3 serve bench` and `sweep` with the real server: every round is the one that `eagle3 evaluate` foresees."""
 
 from __future__ import annotations
 
