@@ -1,4 +1,4 @@
-"""`eagle3 serve bench` and `sweep` with the real server: acceptance is, to the round, what evaluation foresees."""
+"""`eagle3 serve bench` and `sweep` with the real server: every round is the one that `eagle3 evaluate` foresees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.serving.sglang_venv import HERE, SERVED_VERSION, VENV, environment
 from tests.stores import train_config
 from tests.unit.target.cases import extract_config, regenerate_config
 
-LAYERS, STEPS, NEW_TOKENS, ASKED = [1, 3, 5], 3, 20, 4
+LAYERS, STEPS, NEW_TOKENS, ASKED = [1, 3, 5], 3, 20, 3
 EAGLE = ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1",
          "--speculative-num-draft-tokens", str(STEPS + 1))  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_every_round_is_the_foreseen_one(server: ServerStarter, drafter: Path, t
 
 
 @pytest.mark.timeout(580)
-def test_a_sweep_of_two_step_counts_and_no_drafter(drafter: Path, tmp_path: Path) -> None:
+def test_a_sweep_of_two_step_counts(drafter: Path, tmp_path: Path) -> None:
     foreseen = evaluate_checkpoint(drafter / "draft", drafter / "store", 2).result
     ours = {name: value for name, value in environment().items() if os.environ.get(name) != value}
     launch = {
@@ -104,15 +104,16 @@ def test_a_sweep_of_two_step_counts_and_no_drafter(drafter: Path, tmp_path: Path
         "env": ours,
     }
     bench = config(drafter, tmp_path / "unused", "http://unused", load={"concurrency": [2]})
-    values = {"launch": launch, "load": bench.load.model_dump(), "steps": [1, 2], "output": str(tmp_path / "sweep")}
+    values = {"launch": launch, "load": bench.load.model_dump(), "steps": [1, 2], "baseline": False,
+              "output": str(tmp_path / "sweep")}  # fmt: skip
 
     result = run_sweep(build_config(SweepConfig, values, "test"))
 
     assert result.problems == [], result.problems
-    assert [row.name for row in result.flat] == ["no drafter", "1 step", "2 steps"]
-    for row, expected in zip(result.flat[1:], foreseen.by_steps, strict=True):
+    assert [row.name for row in result.flat] == ["1 step", "2 steps"]
+    for row, expected in zip(result.flat, foreseen.by_steps, strict=True):
         assert row.acceptance is not None and row.acceptance.length.value == expected.length
         assert row.acceptance.histogram == expected.histogram
-        assert row.speedup is not None and row.against["baseline"].different == 0
-    assert len(result.ranking(2)) == 3
+        assert row.against["reference"].compared == ASKED and row.against["reference"].different == 0
+    assert len(result.ranking(2)) == 2
     assert port_fault("127.0.0.1", result.sweep_rows[0].setting.command.port) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,7 +157,7 @@ def test_importing_wiring_takes_under_a_tenth_of_a_second() -> None:
 
     seconds = [float(in_a_fresh_interpreter(code)) for _ in range(5)]
 
-    assert statistics.median(seconds) < IMPORT_SECONDS
+    assert min(seconds) < IMPORT_SECONDS  # what else runs can only add
 
 
 def test_importing_wiring_loads_no_third_party_module() -> None:

@@ -64,6 +64,8 @@ async def ask(
         body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": []} if ignore_eos else {}
     else:
         body |= {"ignore_eos": True} if ignore_eos else {}
+        if api.name == "chat":  # SGLang refuses ids of a streamed chat (0.5.23); its text and its counts are enough
+            del body["return_token_ids"]
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     read = _Native() if api.name == "sglang" else _OpenAi()
     found = Streamed(time.perf_counter())

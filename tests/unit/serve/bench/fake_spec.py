@@ -64,6 +64,7 @@ class FakeSpec:
     info: dict[str, Any] = field(default_factory=dict)
     length: int = 12
     seed: int = 7
+    flushes: bool = True
     model: str = "/models/tiny"
     change: Callable[[list[int]], list[int]] = lambda ids: ids
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -125,6 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.fake
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
         if self.path == "/flush_cache":
+            if not fake.flushes:
+                return self._send(404, {})
             fake.flushed += 1
             return self._raw(200, b"Cache flushed.")
         if self.path != "/generate":

@@ -12,6 +12,7 @@ import pytest
 
 from eagle3.config import BenchConfig
 from eagle3.errors import ProblemsError
+from eagle3.serve.bench import passes
 from eagle3.serve.bench.result import BenchResult
 from eagle3.serve.bench.run import run_bench
 from tests.unit.serve.bench.fake_spec import FakeSpec, answer, rounds
@@ -266,3 +267,58 @@ def test_a_baseline_that_speculates_and_a_short_context_are_refused_together(sta
     with pytest.raises(ProblemsError) as caught:
         run_bench(make(start(short), top={"baseline_url": start(FakeSpec())}))
     assert [problem.kind for problem in caught.value.problems] == ["bench.context", "bench.baseline"]
+
+
+def test_the_order_of_servers_turns_round_with_every_pass(
+    start: Start, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, int, int]] = []
+    whole = passes.run_pass
+
+    async def noted(server: Any, load: Any, facts: Any, key: str, concurrency: int, number: int, advance: Any) -> Any:
+        order.append((facts.name, concurrency, number))
+        return await whole(server, load, facts, key, concurrency, number, advance)
+
+    monkeypatch.setattr("eagle3.serve.bench.run.run_pass", noted)
+    run_bench(make(start(FakeSpec()), top={"baseline_url": start(FakeSpec(steps=0))}, passes=2, concurrency=[1, 3]))
+    a, b = "3 steps", "no drafter"
+    assert order == [
+        (name, c, number) for c in (1, 3) for number, names in ((0, (a, b)), (1, (b, a))) for name in names
+    ]
+
+
+def test_prefix_caches_are_emptied_kept_or_each_request_has_its_own(start: Start, make: Make) -> None:
+    fake = FakeSpec(flushes=False)
+    url = start(fake)
+    result = run_bench(make(url, passes=1))
+    assert any("could not be emptied" in note for note in result.notes)
+    fake.flushes = True
+    assert run_bench(make(url, name="keep", passes=1, prefix_cache="keep")).rows[0].flushed is None
+    assert fake.flushed == 0 and not any("extra_key" in body for body in fake.requests)
+    before = len(fake.requests)
+    run_bench(make(url, name="off", passes=2, prefix_cache="off"))
+    keys = [body["extra_key"] for body in fake.requests[before:] if "extra_key" in body]
+    assert len(keys) == len(set(keys)) == 16 and fake.flushed == 2
+
+
+def test_others_requests_in_flight_are_seen_without_counters(
+    start: Start, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_IDLE_SECONDS", 0.05)
+    fake = FakeSpec()
+    fake.in_flight = 2  # of somebody else, all the time
+    result = run_bench(make(start(fake), passes=1))
+    assert kinds(result) == ["bench.traffic"] and result.rows[0].foreign == 4
+
+
+def test_sampling_is_sent_and_another_seed_for_each_prompt(start: Start, make: Make) -> None:
+    fake = FakeSpec()
+    run_bench(make(start(fake), passes=1, temperature=0.7, top_p=0.9, ignore_eos=True, max_new_tokens=5))
+    sent = [body["sampling_params"] for body in fake.requests if "ignore_eos" in body["sampling_params"]]
+    assert {(item["temperature"], item["top_p"], item["ignore_eos"]) for item in sent} == {(0.7, 0.9, True)}
+    assert len({item["sampling_seed"] for item in sent}) == 8
+
+
+def test_a_server_that_serves_something_else_is_refused(start: Start, make: Make) -> None:
+    with pytest.raises(ProblemsError, match=r"server\.other_target"):
+        run_bench(make(start(FakeSpec(model="/models/another"))))
