@@ -72,7 +72,15 @@ def _fix(
             if not undetermined(model, left, fixed, together):
                 found = effort, chosen
     assert found is not None, "a profile and acceptance at two step counts determine everything"
-    return "cheapest: " + "; and ".join(item.what for item in found[1])
+    fix = "cheapest: " + "; and ".join(item.what for item in found[1])
+    left = [name for name in names if name != DRAFT]
+    unseen = DRAFT in names and all(item.quantity != "draft_ms" for item in seen)
+    if unseen and seen and not config.trees and not undetermined(model, left, {**fixed, DRAFT: 0.0}, seen):
+        fix += (
+            "; or pass cost.draft_ms_per_step=0: chains are predicted all the same, and what is then called verify's "
+            "time a token holds the draft step's"
+        )
+    return fix
 
 
 def _candidates(config: PlanConfig, names: Sequence[str]) -> list[Measurement]:
