@@ -14,6 +14,9 @@ from eagle3.errors import Problem, raise_problems
 def profile(
     server: Annotated[str | None, typer.Option(help="URL of a running SGLang that speculates; it gets traced.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="With --server: prompts to send, as docs/data.md says.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --server: target whose tokenizer renders the prompts; default: the server.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="With --server: folder that the server writes the traces to; they stay there.")
     ] = None,
@@ -57,7 +60,7 @@ def profile(
     )
 
     with problems_as(as_json):
-        raise_problems(_options(server, prompts, output, trace))
+        raise_problems(_options(server, prompts, output, trace, target))
         if plot is not None:
             from eagle3.serve.profile.plot import check_picture
 
@@ -67,7 +70,17 @@ def profile(
         else:
             assert server is not None and prompts is not None and output is not None
             options = CaptureOptions(
-                server, prompts, output, concurrency, cycles, requests, max_new_tokens, with_stack, timeout, api_key
+                server,
+                prompts,
+                output,
+                concurrency,
+                cycles,
+                requests,
+                max_new_tokens,
+                with_stack,
+                timeout,
+                api_key,
+                target,
             )
             taken = capture(options)
             for path in taken.traces:
@@ -80,11 +93,13 @@ def profile(
     print(profile_json(found) if as_json else render_profile(found))
 
 
-def _options(server: str | None, prompts: Path | None, output: Path | None, trace: list[Path] | None) -> list[Problem]:
+def _options(
+    server: str | None, prompts: Path | None, output: Path | None, trace: list[Path] | None, target: str | None
+) -> list[Problem]:
     """What is missing, or cannot be together."""
-    given = {"--server": server, "--prompts": prompts, "--output": output}
+    given: dict[str, object] = {"--server": server, "--prompts": prompts, "--output": output}
     if trace:
-        wrong = [name for name, value in given.items() if value is not None]
+        wrong = [name for name, value in {**given, "--target": target}.items() if value is not None]
         message, fix = "reads traces, and asks no server", "leave them out, or leave out --trace"
     else:
         wrong = [name for name, value in given.items() if value is None]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from eagle3.config import ConversationsConfig
+from eagle3.config import ConversationsConfig, TargetConfig
 from eagle3.data.conversations import load_conversations
 from eagle3.errors import Eagle3Error, problem_error
 from eagle3.files import explained_os_errors
@@ -23,7 +23,7 @@ from eagle3.serve.profile.server import ProfiledServer, ServerFacts
 
 PLAIN = (
     "the server renders no chat messages to tokens (/v1/tokenize), so the last message of each prompt was sent as "
-    "plain text: acceptance may differ from chat's"
+    "plain text: acceptance may differ from chat's; --target gives the target whose template renders them"
 )
 MOST_PROMPTS = 256
 """They are sent in turn, over and over."""
@@ -42,6 +42,7 @@ class CaptureOptions:
         requests: of the pass without the profiler.
         with_stack: Python frames too, which makes the CPU's time much longer.
         timeout: seconds until the traces must be there.
+        target: folder or hub id whose tokenizer renders the prompts; None: the server does.
     """
 
     url: str
@@ -54,6 +55,7 @@ class CaptureOptions:
     with_stack: bool = False
     timeout: float = 300.0
     api_key: str | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,16 @@ def capture(options: CaptureOptions, transport: httpx.BaseTransport | None = Non
     """Traces a server's decode cycles; whatever it writes stays in `options.output`.
 
     Raises:
-        ProblemsError: the prompts cannot be read (`conversations.*`); kinds `server.*` and `profile.*`.
+        ProblemsError: the prompts cannot be read (`conversations.*`) or rendered (`target.*`, `chat.*`); kinds
+            `server.*` and `profile.*`.
     """
     prompts = load_conversations(ConversationsConfig(path=str(options.prompts), limit=MOST_PROMPTS))[0]
+    asked = [one.messages if one.prompt_only else one.messages[:-1] for one in prompts]
+    sent = None if options.target is None else _rendered_here(options.target, asked)
     notes: list[str] = []
     with ProfiledServer(options.url, options.api_key, transport=transport) as server:
         facts = server.facts()
-        sent = _rendered(server, [one.messages if one.prompt_only else one.messages[:-1] for one in prompts])
+        sent = _rendered(server, asked) if sent is None else sent
         if isinstance(sent[0], str):
             notes.append(PLAIN)
         measured = _untraced(server, sent, options)
@@ -105,6 +110,15 @@ def _rendered(server: ProfiledServer, prompts: Sequence[list[dict[str, Any]]]) -
             return [str(messages[-1].get("content")) for messages in prompts]
         rendered.append(ids)
     return rendered
+
+
+def _rendered_here(target: str, prompts: Sequence[list[dict[str, Any]]]) -> list[Prompt]:
+    """Each prompt as the target's own template renders it."""
+    from eagle3.data.chat import load_tokenizer, render_prompt  # loads Transformers, which nothing else here needs
+    from eagle3.target.resolve import find_target
+
+    tokenizer = load_tokenizer(str(find_target(TargetConfig(path=target), weights=False).folder))
+    return [render_prompt(tokenizer, messages, where=f"prompt {place}") for place, messages in enumerate(prompts)]
 
 
 def _untraced(server: ProfiledServer, prompts: list[Prompt], options: CaptureOptions) -> Measured | None:

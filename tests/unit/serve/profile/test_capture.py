@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle3.data.chat import load_tokenizer, render_prompt
 from eagle3.errors import ProblemsError
 from eagle3.serve.profile import CaptureOptions, capture, profile_captured, profile_json
 from eagle3.serve.profile.capture import PLAIN
+from eagle3.target.tiny import make_tiny_llama
 
 from .cases import TraceBuilder
 
@@ -166,6 +168,19 @@ def test_prompts_that_cannot_be_rendered_go_as_text_and_it_says_so(options: Capt
     server.renders = False
     assert PLAIN in take(server, options).notes
     assert {body["text"] for body in server.asked} == {"four", "a"}
+
+
+def test_prompts_may_be_rendered_by_the_targets_own_template(options: CaptureOptions, tmp_path: Path) -> None:
+    server = FakeSglang()
+    server.renders = False
+    target = make_tiny_llama(tmp_path / "target")
+    tokenizer = load_tokenizer(str(target))
+    found = take(server, CaptureOptions(**{**vars(options), "target": str(target)}))
+    assert PLAIN not in found.notes
+    expected = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("four", "a")]
+    assert all(body["input_ids"] in expected for body in server.asked)
+    with pytest.raises(ProblemsError, match=r"target\."):
+        take(FakeSglang(), CaptureOptions(**{**vars(options), "target": str(tmp_path / "nothing")}))
 
 
 def test_a_profiler_that_does_not_stop_by_itself_is_stopped(options: CaptureOptions) -> None:
