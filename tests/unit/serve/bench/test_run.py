@@ -46,7 +46,7 @@ def kinds(result: BenchResult) -> list[str]:
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_acceptance_is_that_of_a_simulation_by_hand(start: Start, make: Make, pieces: bool) -> None:
-    fake = FakeSpec(pieces=pieces)
+    fake = FakeSpec(pieces=pieces, delay=0.002)
     result = run_bench(make(start(fake), concurrency=[1, 2], passes=1))
 
     assert kinds(result) == []
