@@ -40,6 +40,7 @@ LAZY_TORCH = "wiring/fingerprint.py"  # inside its functions; importing it loads
 TORCH_ONLY = ("draft/",)
 
 IMPORT_SECONDS = 0.1
+LOOP_SECONDS = 0.018
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:
@@ -153,11 +154,15 @@ def in_a_fresh_interpreter(code: str) -> str:
 
 
 def test_importing_wiring_takes_under_a_tenth_of_a_second() -> None:
-    code = "import time; start = time.process_time(); import eagle3.wiring; print(time.process_time() - start)"
+    """On two idle cores, where the loop takes `LOOP_SECONDS`; a machine that is slow or busy is slow at both."""
+    code = (
+        "import time; start = time.process_time(); sum(i * i for i in range(300_000)); loop = time.process_time();"
+        "import eagle3.wiring; print((time.process_time() - loop) / (loop - start))"
+    )
 
-    seconds = [float(in_a_fresh_interpreter(code)) for _ in range(5)]
+    loops = [float(in_a_fresh_interpreter(code)) for _ in range(5)]
 
-    assert min(seconds) < IMPORT_SECONDS  # what else runs can only add
+    assert min(loops) * LOOP_SECONDS < IMPORT_SECONDS
 
 
 def test_importing_wiring_loads_no_third_party_module() -> None:
