@@ -34,7 +34,7 @@ def main() -> None:
     fake = FakeSpec(
         steps=steps + (steps in how.get("other", [])),
         pattern=(0,) if deaf else tuple(min(item, steps) for item in PATTERN),
-        delay=0.004 + 0.001 * steps,
+        delay=0.004 + 0.003 * steps,
         length=40,
         model=argument("--model-path"),
         fault=lambda number: "exit" if steps in how.get("in_work", []) and number == 3 else None,
