@@ -24,7 +24,7 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_server_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
     target = make_tiny_llama(tmp_path / "target")
     with running_server(["--model-path", str(target), "--dtype", "float32"], tmp_path / "server.log") as url:

@@ -29,7 +29,7 @@ from tests.unit.target.cases import extract_config, write_conversations
 
 LAYERS = [1, 3, 5]
 SAMPLES = 12
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.serving.sglang_venv import HERE, SERVED_VERSION, VENV, environment
 
 WARM_UP_TOKENS = 8
 """What SGLang generates for itself (`sglang/srt/entrypoints/http_server.py`, `_execute_server_warmup`)."""
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

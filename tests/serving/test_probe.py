@@ -30,7 +30,7 @@ LAYERS = (1, 3, 5)
 EAGLE = ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1",
          "--speculative-num-draft-tokens", "3")  # fmt: skip
 RETURN = "--enable-return-hidden-states"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

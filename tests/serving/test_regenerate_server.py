@@ -16,7 +16,7 @@ from tests.serving.conftest import ServerStarter
 from tests.unit.target.cases import regenerate_config
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_llama_over_all_three_routes(server: ServerStarter, tmp_path: Path) -> None:
     target = make_tiny_llama(tmp_path / "target")
     other = make_tiny_llama(tmp_path / "other")

@@ -104,7 +104,7 @@ def test_a_kimi_counts_one_on_if_the_first_id_is_1_and_only_then(engine: EngineS
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_latent_attention_and_experts_answer_as_in_transformers(engine: EngineScript, tmp_path: Path) -> None:
     """The constructed targets' attention and routed experts add nothing; this random target's do."""
     target = make_tiny_deepseek_v3(tmp_path / "target", max_position_embeddings=4096)
