@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat.direct import DirectTemplate, in_blocks
+from eagle3.data.chat.direct import DirectTemplate
 from eagle3.data.chat.encoding import Encoder, Known
 from eagle3.data.chat.marks import Marks
 from eagle3.data.chat.served import reads_parts, served_message
@@ -127,8 +127,8 @@ class Applied:
             allowed = [True] * len(ids)
         elif self._is_direct(served):
             text, blocks = self.text_and_blocks(messages)
-            found, offsets = self.chat.encoder.ids_and_offsets(text)
-            ids, allowed = self._checked(found), in_blocks(offsets, blocks)
+            ids, allowed = self.chat.encoder.ids_in_blocks(text, blocks)
+            self._checked(ids)
         else:
             encoded = self._apply(served, return_dict=True, return_assistant_tokens_mask=True)
             ids, allowed = (
@@ -155,18 +155,20 @@ class Applied:
             return None
         if add_generation_prompt or not self.chat.has_blocks:
             return self.text(messages, add_generation_prompt), False
-        return (self.text_and_blocks(messages)[0], True) if self._is_direct(served) else None
+        if not self._is_direct(served):
+            return None
+        return self.text_and_blocks(messages)[0], self.chat.encoder.needs_offsets
 
     def _is_direct(self, served: Messages) -> bool:
         return self.chat.encoder.plain and self.chat.direct.takes(served, self.tools)
 
     def served(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages as a server hands them to the template."""
-        found = []
-        for message in messages:
-            if id(message) not in self._served:
-                self._served[id(message)] = message, served_message(message, self.chat.reads_parts)
-            found.append(self._served[id(message)][1])
+        get, serve = self._served.get, self._serve
+        return [(get(id(message)) or serve(message))[1] for message in messages]
+
+    def _serve(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        found = self._served[id(message)] = message, served_message(message, self.chat.reads_parts)
         return found
 
     def _checked(self, ids: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.chat.direct import in_blocks
+from eagle3.data.chat.blocks import in_blocks
 from eagle3.data.chat.encoding import Encoder
 from eagle3.data.chat.render import Renderer
 from eagle3.data.chat.workers import _rendering
