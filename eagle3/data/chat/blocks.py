@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 
 class TokenLengths(dict[int, int]):
@@ -25,7 +26,7 @@ class TokenLengths(dict[int, int]):
 
     def __missing__(self, index: int) -> int:
         # in the vocabulary a character stands for a byte
-        found = self._added[index] if index in self._added else len(self._tokenizer.id_to_token(index))
+        found = self._added[index] if index in self._added else len(str(self._tokenizer.id_to_token(index)))
         self[index] = found
         return found
 
@@ -40,11 +41,11 @@ class TokenLengths(dict[int, int]):
             return None
         found = [False] * len(ends)
         for begin, end in blocks:
-            if begin < end:
-                if size != len(text):
-                    begin, end = len(text[:begin].encode()), len(text[:end].encode())
-                first, last = bisect_right(ends, begin), bisect_left(ends, end) + 1
-                found[first:last] = [True] * (last - first)
+            if size != len(text):
+                begin, end = len(text[:begin].encode()), len(text[:end].encode())
+            # each token begins where the one before ends; an empty block within a token counts, as with offsets
+            first, last = bisect_right(ends, begin), min(bisect_left(ends, end) + 1, len(ends)) if end else 0
+            found[first:last] = [True] * max(last - first, 0)
         return found
 
 
@@ -65,13 +66,12 @@ def in_blocks(offsets: Sequence[tuple[int, int]], blocks: Sequence[tuple[int, in
 
 def token_lengths(tokenizer: Tokenizer) -> TokenLengths | None:
     """For tokenizers whose tokens are all of a text's bytes, as they are; None for others."""
-    parts = json.loads(tokenizer.to_str())
-    model, before, after = parts["model"], _steps(parts["pre_tokenizer"]), _steps(parts["post_processor"])
+    model, before, after = tokenizer.model, _steps(tokenizer.pre_tokenizer), _steps(tokenizer.post_processor)
     keeps_bytes = (
-        model.get("type") == "BPE"
-        and not any(model.get(key) for key in ("unk_token", "byte_fallback", "dropout"))
-        and not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-        and parts["normalizer"] is None
+        isinstance(model, BPE)
+        and not (model.unk_token or model.byte_fallback or model.dropout)
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+        and tokenizer.normalizer is None
         and [step["type"] for step in before].count("ByteLevel") == 1
         and before[-1]["type"] == "ByteLevel"
         and not before[-1]["add_prefix_space"]
@@ -81,11 +81,12 @@ def token_lengths(tokenizer: Tokenizer) -> TokenLengths | None:
     return TokenLengths(tokenizer) if keeps_bytes and not moves else None
 
 
-def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a sequence, or the only one."""
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a sequence, or the only one, as a tokenizer's file has them; read without its long vocabulary."""
     if part is None:
         return []
-    return part.get("pretokenizers") or part.get("processors") or [part]
+    found: dict[str, Any] = json.loads(part.__getstate__())
+    return found.get("pretokenizers") or found.get("processors") or [found]
 
 
 def _added(tokenizer: Tokenizer) -> dict[int, Any]:

@@ -7,7 +7,7 @@ reasoning several names. Where all messages have a role and a text and nothing e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -61,20 +61,9 @@ class DirectTemplate:
         if self._compiled is not None:
             self._given = {**self._compiled.globals, **self._kwargs, "tools": None, "documents": None}
 
-    def takes(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> bool:
-        """Whether these are plain, and come out as Transformers renders them."""
-        return (
-            self._compiled is not None
-            and tools is None
-            and bool(messages)
-            and all(
-                type(message) is dict
-                and len(message) == 2
-                and type(message.get("role")) is str
-                and type(message.get("content")) is str
-                for message in messages
-            )
-        )
+    def takes(self, plain: bool, tools: list[Any] | None) -> bool:
+        """Whether messages that are plain, or are not, come out as Transformers renders them."""
+        return plain and self._compiled is not None and tools is None
 
     def text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """The rendered messages, which `takes` was asked about."""
@@ -86,7 +75,8 @@ class DirectTemplate:
         assert self._compiled is not None
         written: list[str] = []
         blocks: list[tuple[int, int]] = []
-        with self._compiled.environment.activate_tracker(written, blocks):
+        environment: Any = self._compiled.environment  # with Transformers' extension
+        with environment.activate_tracker(written, blocks):
             for piece in self._compiled.root_render_func(self._context(messages, False)):
                 written.append(piece)  # blocks count the characters of what is here already
         return "".join(written), blocks
@@ -100,3 +90,13 @@ class DirectTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._compiled.new_context(given, shared=True)
+
+
+def is_plain(message: Mapping[str, Any]) -> bool:
+    """It has a role and a text, and nothing else."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )

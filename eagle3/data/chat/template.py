@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat.direct import DirectTemplate
+from eagle3.data.chat.direct import DirectTemplate, is_plain
 from eagle3.data.chat.encoding import Encoder, Known
 from eagle3.data.chat.marks import Marks
 from eagle3.data.chat.served import reads_parts, served_message
@@ -94,6 +94,7 @@ class Applied:
     _texts: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _blocks: dict[tuple[Any, ...], list[tuple[int, int]]] = field(default_factory=dict)
     _served: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    _odd: set[int] = field(default_factory=set)
     _known: list[Known | None] = field(default_factory=lambda: [None])
 
     def ids(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
@@ -160,7 +161,8 @@ class Applied:
         return self.text_and_blocks(messages)[0], self.chat.encoder.needs_offsets
 
     def _is_direct(self, served: Messages) -> bool:
-        return self.chat.encoder.plain and self.chat.direct.takes(served, self.tools)
+        plain = bool(served) and self._odd.isdisjoint(map(id, served))
+        return self.chat.encoder.plain and self.chat.direct.takes(plain, self.tools)
 
     def served(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages as a server hands them to the template."""
@@ -168,8 +170,11 @@ class Applied:
         return [(get(id(message)) or serve(message))[1] for message in messages]
 
     def _serve(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        found = self._served[id(message)] = message, served_message(message, self.chat.reads_parts)
-        return found
+        served = served_message(message, self.chat.reads_parts)
+        if not is_plain(served):
+            self._odd.add(id(served))
+        self._served[id(message)] = message, served
+        return message, served
 
     def _checked(self, ids: list[int]) -> list[int]:
         bos = self.chat.bos
