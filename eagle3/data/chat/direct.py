@@ -7,16 +7,40 @@ reasoning several names. Where all messages have a role and a text and nothing e
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import jinja2
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length", "depth", "depth0"))
+"""Numbers and truth values; what else a loop has may be a conversation's own, and goes through the sandbox."""
+
+
+class _QuickLoops(ImmutableSandboxedEnvironment):
+    """The sandbox, which looks long into whether a loop's public attributes are safe: of these it always says so."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if attribute in _OF_LOOPS and type(obj) is LoopContext:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+@lru_cache(maxsize=16)
+def _quick(compiled: jinja2.Template, template: str) -> jinja2.Template:
+    """The same template, with quicker loops; another sandbox than Transformers' is left alone."""
+    environment = compiled.environment
+    if type(environment) is not ImmutableSandboxedEnvironment:
+        return compiled
+    quick = object.__new__(_QuickLoops)
+    quick.__dict__.update(environment.__dict__)
+    return quick.from_string(template)
 
 
 class DirectTemplate:
@@ -32,58 +56,47 @@ class DirectTemplate:
         self._compiled = None
         if compile_template is not None and fits:
             with suppress(jinja2.TemplateError):  # Transformers then says what is wrong with it
-                self._compiled = compile_template(template)
+                self._compiled = _quick(compile_template(template), template)
+        self._given: dict[str, Any] = {}
+        if self._compiled is not None:
+            self._given = {**self._compiled.globals, **self._kwargs, "tools": None, "documents": None}
 
-    def takes(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> bool:
-        """Whether these are plain, and come out as Transformers renders them."""
-        return (
-            self._compiled is not None
-            and tools is None
-            and bool(messages)
-            and all(
-                type(message) is dict
-                and len(message) == 2
-                and type(message.get("role")) is str
-                and type(message.get("content")) is str
-                for message in messages
-            )
-        )
+    def takes(self, plain: bool, tools: list[Any] | None) -> bool:
+        """Whether messages that are plain, or are not, come out as Transformers renders them."""
+        return plain and self._compiled is not None and tools is None
 
     def text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """The rendered messages, which `takes` was asked about."""
         assert self._compiled is not None
-        return str(
-            self._compiled.render(
-                messages=[dict(message) for message in messages],  # a template may change them
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._kwargs,
-            )
-        )
+        return "".join(self._compiled.root_render_func(self._context(messages, add_generation_prompt)))
 
     def text_and_blocks(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The rendered messages, and which characters are in `{% generation %}` blocks."""
         assert self._compiled is not None
         written: list[str] = []
         blocks: list[tuple[int, int]] = []
-        given = {**self._kwargs, "tools": None, "documents": None, "add_generation_prompt": False}
-        with self._compiled.environment.activate_tracker(written, blocks):
-            for piece in self._compiled.generate(messages=[dict(message) for message in messages], **given):
+        environment: Any = self._compiled.environment  # with Transformers' extension
+        with environment.activate_tracker(written, blocks):
+            for piece in self._compiled.root_render_func(self._context(messages, False)):
                 written.append(piece)  # blocks count the characters of what is here already
         return "".join(written), blocks
 
+    def _context(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> jinja2.runtime.Context:
+        """What the template reads; made of one dict, where `Template.render` goes through several each time."""
+        assert self._compiled is not None
+        given = {
+            **self._given,
+            "messages": [dict(message) for message in messages],  # a template may change them
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._compiled.new_context(given, shared=True)
 
-def in_blocks(offsets: Sequence[tuple[int, int]], blocks: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which tokens have a character in a block.
 
-    Args:
-        offsets: first character and the one after the last of each token, ascending.
-        blocks: the same of each block.
-    """
-    begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
-    found = [False] * len(offsets)
-    for begin, end in blocks:
-        first, last = bisect_right(ends, begin), bisect_left(begins, end)
-        found[first:last] = [True] * max(last - first, 0)
-    return found
+def is_plain(message: Mapping[str, Any]) -> bool:
+    """It has a role and a text, and nothing else."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is str
+        and type(message.get("content")) is str
+    )

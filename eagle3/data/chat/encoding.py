@@ -10,6 +10,7 @@ text as it is, and take no white space along; other tokenizers, and texts that b
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+from eagle3.data.chat.blocks import TokenLengths, in_blocks, token_lengths
 
 _SHORT = 64
 """Characters of an ending whose ids are remembered: it is that of every prompt."""
@@ -29,12 +32,14 @@ class Known:
 
     Attributes:
         marks: where the text holds added tokens, by character.
+        ends: the second half of these.
         places: of the same tokens, by id.
     """
 
     text: str
     ids: list[int]
     marks: list[tuple[int, int]]
+    ends: list[int]
     places: list[int]
 
 
@@ -78,12 +83,26 @@ class Encoder:
         ids: list[int] = found.ids
         return ids
 
-    def ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the whole text, and the first character and the one after the last of each."""
-        found = self._ready.pop((True, text), None)
-        if found is None:
-            [found] = self._backend().encode_batch([text], add_special_tokens=False)
-        return found.ids, found.offsets
+    @property
+    def needs_offsets(self) -> bool:
+        """Only the tokenizer can say where in a text a token is; else its own bytes do, which is faster."""
+        return self._lengths is None
+
+    def ids_in_blocks(self, text: str, blocks: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Ids of the whole text, and which of them have a character in a block.
+
+        Args:
+            blocks: first character and the one after the last of each.
+        """
+        if self._lengths is not None:
+            ids = self.ids(text)
+            found = self._lengths.in_blocks(ids, text, blocks)
+            if found is not None:
+                return ids, found
+        encoded = self._ready.pop((True, text), None)
+        if encoded is None:
+            [encoded] = self._backend().encode_batch([text], add_special_tokens=False)
+        return encoded.ids, in_blocks(encoded.offsets, blocks)
 
     def known(self, text: str, ids: list[int]) -> Known | None:
         """What is known of texts that begin as this one does; None where nothing is."""
@@ -91,7 +110,7 @@ class Encoder:
             return None
         marks = [match.span() for match in self._cuts.finditer(text)]
         places = [place for place, token in enumerate(ids) if token in self._added]
-        return Known(text, ids, marks, places) if len(marks) == len(places) else None
+        return Known(text, ids, marks, [end for _, end in marks], places) if len(marks) == len(places) else None
 
     def ids_after(self, text: str, known: Known | None) -> list[int]:
         """Ids of the whole text, as `ids` gives them."""
@@ -99,11 +118,21 @@ class Encoder:
             return self.ids(text)
         if text == known.text:
             return known.ids
+        last = self._shared_marks(text, known)
+        if not last:
+            return self.ids(text)
+        return known.ids[: known.places[last - 1]] + self._ending(text[known.marks[last - 1][0] :])
+
+    def _shared_marks(self, text: str, known: Known) -> int:
+        """How many added tokens the text holds, if it holds what the known one begins with; 0 if it does not."""
+        assert self._cuts is not None
+        if known.text.startswith(text):
+            last = bisect_right(known.ends, len(text))
+            if last == len(known.marks) or known.marks[last][0] >= len(text):  # none that is cut by the text's end
+                return last
         marks = [match.span() for match in self._cuts.finditer(text)]
         last = len(marks)
-        if not marks or marks != known.marks[:last] or not known.text.startswith(text[: marks[-1][1]]):
-            return self.ids(text)
-        return known.ids[: known.places[last - 1]] + self._ending(text[marks[-1][0] :])
+        return last if marks and marks == known.marks[:last] and known.text.startswith(text[: marks[-1][1]]) else 0
 
     def _ending(self, text: str) -> list[int]:
         found = self._endings.get(text)
@@ -123,6 +152,10 @@ class Encoder:
         if backend.encode_special_tokens != self._tokenizer.split_special_tokens:
             backend.encode_special_tokens = self._tokenizer.split_special_tokens
         return backend
+
+    @cached_property
+    def _lengths(self) -> TokenLengths | None:
+        return None if self._cuts is None else token_lengths(self._tokenizer.backend_tokenizer)
 
     @cached_property
     def _added(self) -> frozenset[int]:

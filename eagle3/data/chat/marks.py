@@ -32,6 +32,8 @@ class Marks:
 
     def problems(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str) -> list[Problem]:
         """Every place in messages and tools that spells a control mark."""
+        if self._any is None or not self._any.search("\0".join(_texts([messages, tools]))):
+            return []  # as most have none: all texts at once, of which none can hold a mark that they do not together
         places: list[tuple[str, Any, re.Pattern[str] | None]] = [
             (f"{where} messages[{number}]", message, self._special if message["role"] == "assistant" else self._any)
             for number, message in enumerate(messages)
@@ -57,8 +59,12 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+            if type(key) is str and type(item) is str:
+                yield key
+                yield item
+            else:
+                yield from _texts(key)
+                yield from _texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat.direct import DirectTemplate, in_blocks
+from eagle3.data.chat.direct import DirectTemplate, is_plain
 from eagle3.data.chat.encoding import Encoder, Known
 from eagle3.data.chat.marks import Marks
 from eagle3.data.chat.served import reads_parts, served_message
@@ -94,6 +94,7 @@ class Applied:
     _texts: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _blocks: dict[tuple[Any, ...], list[tuple[int, int]]] = field(default_factory=dict)
     _served: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    _odd: set[int] = field(default_factory=set)
     _known: list[Known | None] = field(default_factory=lambda: [None])
 
     def ids(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
@@ -127,8 +128,8 @@ class Applied:
             allowed = [True] * len(ids)
         elif self._is_direct(served):
             text, blocks = self.text_and_blocks(messages)
-            found, offsets = self.chat.encoder.ids_and_offsets(text)
-            ids, allowed = self._checked(found), in_blocks(offsets, blocks)
+            ids, allowed = self.chat.encoder.ids_in_blocks(text, blocks)
+            self._checked(ids)
         else:
             encoded = self._apply(served, return_dict=True, return_assistant_tokens_mask=True)
             ids, allowed = (
@@ -155,19 +156,25 @@ class Applied:
             return None
         if add_generation_prompt or not self.chat.has_blocks:
             return self.text(messages, add_generation_prompt), False
-        return (self.text_and_blocks(messages)[0], True) if self._is_direct(served) else None
+        if not self._is_direct(served):
+            return None
+        return self.text_and_blocks(messages)[0], self.chat.encoder.needs_offsets
 
     def _is_direct(self, served: Messages) -> bool:
-        return self.chat.encoder.plain and self.chat.direct.takes(served, self.tools)
+        plain = bool(served) and self._odd.isdisjoint(map(id, served))
+        return self.chat.encoder.plain and self.chat.direct.takes(plain, self.tools)
 
     def served(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages as a server hands them to the template."""
-        found = []
-        for message in messages:
-            if id(message) not in self._served:
-                self._served[id(message)] = message, served_message(message, self.chat.reads_parts)
-            found.append(self._served[id(message)][1])
-        return found
+        get, serve = self._served.get, self._serve
+        return [(get(id(message)) or serve(message))[1] for message in messages]
+
+    def _serve(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        served = served_message(message, self.chat.reads_parts)
+        if not is_plain(served):
+            self._odd.add(id(served))
+        self._served[id(message)] = message, served
+        return message, served
 
     def _checked(self, ids: list[int]) -> list[int]:
         bos = self.chat.bos

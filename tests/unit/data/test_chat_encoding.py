@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.chat.direct import in_blocks
+from eagle3.data.chat.blocks import in_blocks, token_lengths
 from eagle3.data.chat.encoding import Encoder
 from eagle3.data.chat.render import Renderer
 from eagle3.data.chat.workers import _rendering
@@ -103,3 +103,48 @@ def test_a_token_is_in_a_block_if_a_character_of_it_is() -> None:
     assert in_blocks(offsets, [(2, 4)]) == [False, True, False, False, False, False]
     assert in_blocks(offsets, [(1, 3), (4, 5)]) == [True, True, False, True, True, False]
     assert in_blocks(offsets, [(8, 9)]) == [False, False, False, False, False, True]
+
+
+@EXAMPLES
+@given(st.text(st.sampled_from("hil \n世🎉é<|>."), max_size=16), st.booleans(), st.data())
+def test_lengths_say_of_every_block_what_offsets_say(text: str, merges: bool, data: st.DataObject) -> None:
+    """Blocks anywhere, empty ones within a token too."""
+    tok = toy("GENERATION", merges).backend_tokenizer
+    lengths = token_lengths(tok)
+    assert lengths is not None
+    text = f"{text}<|end|>{text}"
+    places = st.integers(0, len(text))
+    blocks = [tuple(sorted(pair)) for pair in data.draw(st.lists(st.tuples(places, places), max_size=3))]
+    encoded = tok.encode(text, add_special_tokens=False)
+    assert lengths.in_blocks(encoded.ids, text, blocks) == in_blocks(encoded.offsets, blocks)
+
+
+def test_an_empty_block_within_a_token_marks_it() -> None:
+    tok = toy("GENERATION", merges=True).backend_tokenizer
+    lengths, encoded = token_lengths(tok), tok.encode("hi", add_special_tokens=False)
+    assert lengths is not None and len(encoded.ids) == 1
+    assert lengths.in_blocks(encoded.ids, "hi", [(1, 1)]) == in_blocks(encoded.offsets, [(1, 1)]) == [True]
+
+
+def test_tokens_that_are_not_all_of_the_text_have_no_places() -> None:
+    tok = toy("GENERATION", merges=False).backend_tokenizer
+    lengths = token_lengths(tok)
+    assert lengths is not None
+    assert lengths.in_blocks(tok.encode("hil", add_special_tokens=False).ids, "hi", [(0, 1)]) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.NFKC()},
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"post_processor": processors.ByteLevel(trim_offsets=True)},
+    ],
+)
+def test_tokenizers_that_change_a_text_or_move_places_are_asked_for_offsets(change: dict[str, Any]) -> None:
+    tok = toy("GENERATION", merges=False)
+    assert not Encoder(tok).needs_offsets
+    for name, value in change.items():
+        setattr(tok.backend_tokenizer, name, value)
+    assert Encoder(tok).needs_offsets
