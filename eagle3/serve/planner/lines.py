@@ -129,7 +129,8 @@ def left_open(config: PlanConfig, lined: Iterable[int]) -> tuple[str, ...]:
     """What lines do not answer of what was asked for."""
     found = [SPLIT_IS_OPEN]
     if config.trees:
-        found.append("trees: " + "; ".join(f"{t.steps} steps, topk {t.topk}, {t.draft_tokens}" for t in config.trees))
+        trees = (f"{tree.steps} steps, topk {tree.topk}, {tree.draft_tokens} draft tokens" for tree in config.trees)
+        found.append("trees: " + "; ".join(trees))
     others = [str(batch) for batch in config.batches if batch not in set(lined)]
     if others:
         found.append(f"batch {', '.join(others)}: no two step counts were measured there")

@@ -76,18 +76,18 @@ def _of_a_line(config: PlanConfig, inputs: Inputs) -> tuple[float, str]:
     batch = config.batches[0]
     measured = measured_steps(config.points, batch)
     effort, words = 0.0, []
-    known = accepts_known(config, inputs)
+    known, at = accepts_known(config, inputs), "" if batch == 1 else f", batch {batch}"
     chain = next((point for point in config.points if not point.is_tree), None)
     if not known and chain is not None:
         effort += LOOK
         words.append(f"acceptance_length {_at(chain)}, which the server says of each request")
     if not measured:
         bring = "tok_s" if known or chain is not None else "tok_s and acceptance_length"
-        return effort + 2 * RUN, "; and ".join([*words, f"runs at 1 and 5 steps at batch {batch}: {bring} of each"])
+        return effort + 2 * RUN, "; and ".join([*words, f"runs at 1 and 5 steps{at}: {bring} of each"])
     if len(measured) == 1:
         (only,) = measured
         effort += RUN
-        words.append(f"one more run at {_steps(5 if only < 3 else 1)} at batch {batch}: its tok_s")
+        words.append(f"one more run at {_steps(5 if only < 3 else 1)}{at}: its tok_s")
     return effort, "; and ".join(words)
 
 

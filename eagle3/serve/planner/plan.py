@@ -31,7 +31,10 @@ from eagle3.serve.planner.rows import BatchPlan, Interval, Luck, Range, interval
 DISAGREES = 0.05
 """Relative difference of a measured and a given acceptance length that is worth a note."""
 REFUTED = 2.0
-"""Points whose residuals are that many times the stated error do not fit one model of all batches."""
+"""Points whose residuals are that many times the stated error do not fit one model of all batches; half as many are
+enough where they want a part of the cycle to take less than no time."""
+NOTHING = 1e-6
+"""ms, or a share, that the fit's bound has stopped."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def _by_batch(config: PlanConfig, where: str, inputs: Inputs, plan: Plan) -> Pla
     """Another plan where several batches' points determine one model but do not fit it; None where they do, or where
     there is no other."""
     worst = max((abs(item.relative) for item in plan.residuals), default=0.0)
-    fits = max(plan.error, worst / 1.5) <= REFUTED * config.measurement_error
+    at_edge = any(item.kind == "fitted" and item.name in COSTS and item.value < NOTHING for item in plan.inputs)  # type: ignore[operator]
+    limit = config.measurement_error * (1 if at_edge else REFUTED)
+    fits = max(plan.error / limit, worst / limit / 1.5) <= 1 + 1e-6
     several = len({point.batch for point in config.points}) > 1
     if fits or not several or set(COSTS) & set(inputs.given):
         return None
@@ -296,7 +301,7 @@ def _notes(
         )
     if inputs.names and settled < 0.99:
         notes.append(f"the fit did not settle in {1 - settled:.0%} of the draws: the points hardly determine it")
-    at_edge = [name for name in inputs.names if name in MEANING and float(values[name][0]) < 1e-6]
+    at_edge = [name for name in inputs.names if name in MEANING and float(values[name][0]) < NOTHING]
     if at_edge:
         notes.append(
             f"the points want less than nothing for {', '.join(map(MEANING.__getitem__, at_edge))}: taken as 0"

@@ -134,6 +134,10 @@ def _near(plan: BatchPlan) -> list[str]:
 
 def _decider(decider: Decider) -> str:
     deeper = decider.steps + 1
+    if decider.needed <= 0:
+        return (
+            f"{deeper} steps are no slower than {decider.steps}, whatever is accepted at depth {deeper}, by the points"
+        )
     if decider.needed >= 1:
         return f"{deeper} steps cannot beat {decider.steps}, whatever is accepted at depth {deeper}"
     return (

@@ -43,7 +43,12 @@ def test_one_profile_leaves_verifys_line_open_and_one_run_supplies_it() -> None:
 def test_two_speeds_alone_want_a_profile() -> None:
     points = [WORLD.point(5, "tok_s"), WORLD.point(10, "tok_s")]
     _, fix = problem(points=points)
-    assert fix == "cheapest: verify_ms and draft_ms at 5 steps, from a profile of one cycle"
+    assert fix == (
+        "cheapest: verify_ms and draft_ms at 5 steps, from a profile of one cycle; for the chains at batch 1 alone: "
+        "acceptance_length at 5 steps, which the server says of each request"
+    )
+    points[0] |= WORLD.point(5, "acceptance_length")
+    assert make_plan(config(points=points)).open is not None, "and that is enough for the chains"
 
 
 def test_costs_alone_want_an_evaluation() -> None:
