@@ -12,7 +12,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.serve.planner.plan import Input, Plan
+from eagle3.serve.planner.basis import Input
+from eagle3.serve.planner.plan import Plan
 from eagle3.serve.planner.rows import BatchPlan, Decider, Row
 
 UNLIKE_A_STEP = 1.25
