@@ -30,6 +30,7 @@ SMALL = 1e-9
 """No parameter is below it, so that it keeps a slope; in ms, or a share."""
 BOUNDS = {ACCEPTANCE: (1e-4, 1 - 1e-6), FALL: (0.2, 1.2)}
 TYPICAL = {ACCEPTANCE: 0.6, FALL: 0.97, FIXED: 20.0, PER_TOKEN: 1.0, DRAFT: 0.3, OVERHEAD: 1.0}
+TYPICAL_CYCLE = 21.0
 """Where it is asked which measurements determine which parameters; any values without a coincidence would do."""
 
 
@@ -56,7 +57,8 @@ def undetermined(
     """
     if not names:
         return set()
-    at = {name: np.array([value]) for name, value in {**TYPICAL, **fixed}.items()}
+    of_lines = {name: TYPICAL_CYCLE for name in names if name not in TYPICAL}
+    at = {name: np.array([value]) for name, value in {**TYPICAL, **of_lines, **fixed}.items()}
     slopes = np.zeros((max(len(seen), 1), len(names)))
     for column, name in enumerate(names):
         step = 1e-5
@@ -136,5 +138,6 @@ def _start(names: Sequence[str], seen: Sequence[Observation]) -> Array:
         if item.quantity in ("tok_s", "cycle_ms", "verify_ms")
     ]
     cycle = float(np.median(cycles)) if cycles else TYPICAL[FIXED]
-    start = {ACCEPTANCE: 0.6, FALL: 0.97, FIXED: 0.7 * cycle, PER_TOKEN: 0.03 * cycle, DRAFT: 0.01 * cycle}
-    return np.array([start.get(name, 0.02 * cycle) for name in names])
+    costs = {FIXED: 0.7 * cycle, PER_TOKEN: 0.03 * cycle, DRAFT: 0.01 * cycle, OVERHEAD: 0.02 * cycle}
+    start = {ACCEPTANCE: 0.6, FALL: 0.97, **costs}
+    return np.array([start.get(name, cycle) for name in names])

@@ -34,7 +34,7 @@ COSTS = (FIXED, PER_TOKEN, DRAFT, OVERHEAD)
 
 
 @dataclass(frozen=True)
-class Cycle:
+class Split:
     """[S] of a cycle's parts, in ms."""
 
     verify: Array
@@ -44,6 +44,14 @@ class Cycle:
     @property
     def total(self) -> Array:
         return self.verify + self.draft + self.overhead
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """[S] of a cycle, in ms, and its parts; None where only the whole is known."""
+
+    total: Array
+    split: Split | None
 
 
 @dataclass(frozen=True)
@@ -81,24 +89,28 @@ class Model:
         """[S], the acceptance length of `steps` drafts a cycle."""
         return 1 + self.accepted_at(values, steps).sum(1)
 
-    def cycle(self, values: Values, steps: int, tokens: int) -> Cycle:
-        """A cycle's parts, where `tokens` are verified in all (draft tokens times batch)."""
-        verify = values[FIXED] + values[PER_TOKEN] * tokens
-        return Cycle(verify, values[DRAFT] * steps, values[OVERHEAD])
+    def cycle(self, values: Values, steps: int, tokens: int, batch: int) -> Cycle:
+        """A cycle in which each of `batch` requests has `tokens` verified."""
+        verify = values[FIXED] + values[PER_TOKEN] * tokens * batch
+        split = Split(verify, values[DRAFT] * steps, values[OVERHEAD])
+        return Cycle(split.total, split)
 
     def predict(self, values: Values, seen: Observation) -> Array:
         """[S], what the model says in place of a measured number."""
         point = seen.point
         if seen.quantity == "acceptance_length":
             return self.length(values, point.steps)
-        cycle = self.cycle(values, point.steps, point.tokens * point.batch)
+        cycle = self.cycle(values, point.steps, point.tokens, point.batch)
         if seen.quantity == "tok_s":
             return 1000 * point.batch * self._length_at(values, point) / cycle.total
-        return {"verify_ms": cycle.verify, "draft_ms": cycle.draft, "cycle_ms": cycle.total}[seen.quantity]
+        if seen.quantity == "cycle_ms":
+            return cycle.total
+        assert cycle.split is not None, f"{seen.quantity} is fitted to by a model that splits the cycle"
+        return cycle.split.verify if seen.quantity == "verify_ms" else cycle.split.draft
 
     def _length_at(self, values: Values, point: MeasuredPoint) -> Array:
         if point.acceptance_length is not None and (point.is_tree or self.own_lengths):
-            return np.full_like(values[FIXED], point.acceptance_length)
+            return np.full_like(values[GAIN], point.acceptance_length)
         return self.length(values, point.steps)
 
 

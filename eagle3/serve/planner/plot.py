@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eagle3.serve.picture import new_figure, save_figure
 from eagle3.serve.planner.plan import Plan
-from eagle3.serve.planner.predict import BatchPlan
+from eagle3.serve.planner.rows import BatchPlan
 
 
 def plot_plan(plan: Plan, path: Path) -> None:

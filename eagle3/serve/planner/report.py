@@ -12,8 +12,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.serve.planner.plan import Input, Plan
-from eagle3.serve.planner.predict import BatchPlan, Decider, Row
+from eagle3.serve.planner.basis import Input
+from eagle3.serve.planner.plan import Plan
+from eagle3.serve.planner.rows import BatchPlan, Decider, Row
 
 UNLIKE_A_STEP = 1.25
 """A verify of one token that takes so many plain decoding steps is worth a look."""
@@ -25,7 +26,9 @@ def findings(plan: BatchPlan) -> list[str]:
     return [
         _verdict(plan),
         *_limit(plan),
+        *_line(plan),
         *_break_even(plan),
+        *_break_even_cycle(plan),
         *_plain(plan),
         *_near(plan),
         *_losers(plan),
@@ -50,6 +53,8 @@ def _verdict(plan: BatchPlan) -> str:
 
 
 def _limit(plan: BatchPlan) -> list[str]:
+    if not plan.best.parts:
+        return []
     first, *others = plan.best.parts
     words = [
         f"a free {'drafter' if part.name == 'draft' else part.name} would win at most {part.most_gain:.1%}"
@@ -60,11 +65,46 @@ def _limit(plan: BatchPlan) -> list[str]:
     return [f"{PART_WORDS[first.name]} limits: it is {first.share:.0%} of the cycle at {plan.best.name}{rest}"]
 
 
+def _line(plan: BatchPlan) -> list[str]:
+    if plan.line is None:
+        return []
+    line = plan.line
+    low, high = line.per_step_interval
+    said = (
+        f"a cycle takes {line.fixed_ms:.3g} ms and {line.per_step_ms:+.3g} ms for each draft step "
+        f"(95% interval {low:+.3g} to {high:+.3g}), drafting and verifying together"
+    )
+    if line.per_step_ms < 0:
+        said += (
+            ": less than nothing, which no step can take, and is taken as it came out; either it is an error of "
+            "measurement, or something else than the GPU's work, as a rule the CPU, sets the pace"
+        )
+    elif low <= 0:
+        said += ": not to be told from nothing"
+    return [said]
+
+
+def _break_even_cycle(plan: BatchPlan) -> list[str]:
+    if plan.line is None or plan.break_even_cycle is None or plan.baseline is None:
+        return []
+    factor, (low, high) = plan.break_even_cycle
+    spread = f"({low:.2f} to {high:.2f} of its time)"
+    row = max(plan.rows, key=lambda row: row.tok_s)
+    at = f"at {row.name}: {factor * row.cycle_ms:.2f} ms in place of {row.cycle_ms:.2f}"
+    if factor < 1:
+        return [
+            f"to break even the whole cycle must get {1 - factor:.0%} shorter {spread}, {at}; verify or drafts alone, "
+            "parts of it, by more than that"
+        ]
+    return [f"it breaks even until the whole cycle gets {factor - 1:.0%} longer {spread}, {at}"]
+
+
 def _break_even(plan: BatchPlan) -> list[str]:
     if plan.break_even is None:
         return []
     factor, (low, high) = plan.break_even
     row = max(plan.rows, key=lambda row: row.break_even_verify or 0)
+    assert row.verify_ms is not None
     if factor == 0:
         return ["even a verify of no time would not break even: drafts and overhead take longer than they give"]
     spread = f"({low:.2f} to {high:.2f} of its time)"
@@ -95,6 +135,10 @@ def _near(plan: BatchPlan) -> list[str]:
 
 def _decider(decider: Decider) -> str:
     deeper = decider.steps + 1
+    if decider.needed <= 0:
+        return (
+            f"{deeper} steps are no slower than {decider.steps}, whatever is accepted at depth {deeper}, by the points"
+        )
     if decider.needed >= 1:
         return f"{deeper} steps cannot beat {decider.steps}, whatever is accepted at depth {deeper}"
     return (
@@ -130,7 +174,13 @@ def render_plan(plan: Plan, width: int = 120) -> str:
         reasons = dict.fromkeys(reason for row in batch.rows for reason in row.extrapolated)
         marked = [f"*: extrapolated: {'; '.join(reasons)}"] if reasons else []
         parts += [_table(plan, batch), *_items([*marked, *findings(batch)], width), Text("")]
-    key = "length: acceptance length; gain: against no drafter; verify x: factor on verify's time that would equal none"
+    if plan.open is not None:
+        what = ["left open by these points:", *(f"- {one}" for one in plan.open.what)]
+        parts += [Text("\n  ".join(what)), *_items([f"what would supply it, cheapest: {plan.open.cheapest}"], width)]
+        parts.append(Text(""))
+    key = "length: acceptance length; gain: against no drafter"
+    if any(batch.line is None for batch in plan.batches):
+        key += "; verify x: factor on verify's time that would equal none"
     parts += [Text(key), Text(""), _inputs_table(plan), *_items(_fit_lines(plan), width)]
     console = Console(width=width, color_system=None, force_terminal=False, markup=False, highlight=False)
     with console.capture() as captured:
@@ -146,7 +196,8 @@ def _table(plan: Plan, batch: BatchPlan) -> Table:
     scaled = [f"{name} x {value:g}" for name, value in plan.scale.model_dump().items() if value != 1]
     title = f"batch {batch.batch}" + (f", with {', '.join(scaled)}" if scaled else "")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("setting", "length", "verify ms", "draft ms", "tok/s", "95% interval", "gain", "verify x", ""):
+    costs, factor = (("verify ms", "draft ms"), ("verify x",)) if batch.line is None else (("cycle ms",), ())
+    for name in ("setting", "length", *costs, "tok/s", "95% interval", "gain", *factor, ""):
         table.add_column(name, justify="left" if name in ("setting", "") else "right", no_wrap=True)
     for row in batch.rows:
         marks = ("best " if row is batch.best else "") + ("*" if row.extrapolated else "")
@@ -155,15 +206,19 @@ def _table(plan: Plan, batch: BatchPlan) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
+    if row.verify_ms is None or row.draft_ms is None:
+        costs, factor = [f"{row.cycle_ms:.3f}"], []
+    else:
+        costs = [f"{row.verify_ms:.2f}", f"{row.draft_ms:.2f}"]
+        factor = ["" if row.break_even_verify is None else f"{row.break_even_verify:.2f}"]
     return [
         row.name,
         f"{row.acceptance_length:.3f}",
-        f"{row.verify_ms:.2f}",
-        f"{row.draft_ms:.2f}",
+        *costs,
         f"{row.tok_s:.1f}",
         f"{row.interval[0]:.1f} to {row.interval[1]:.1f}",
         "" if row.gain is None else f"{row.gain:+.1%}",
-        "" if row.break_even_verify is None else f"{row.break_even_verify:.2f}",
+        *factor,
     ]
 
 
@@ -203,6 +258,7 @@ def plan_json(plan: Plan) -> str:
         "format_version": 1,
         "scale": plan.scale.model_dump(),
         "batches": [_batch_dict(batch) for batch in plan.batches],
+        "open": None if plan.open is None else asdict(plan.open),
         "inputs": [asdict(item) for item in plan.inputs],
         "fit": {
             "measurements": len(plan.residuals),
@@ -239,6 +295,9 @@ def _batch_dict(plan: BatchPlan) -> dict[str, Any]:
         else {"acceptance_fall": plan.if_falling[0], "best": plan.rows.index(plan.if_falling[1])},
         "break_even_verify": None if plan.break_even is None else plan.break_even[0],
         "break_even_verify_interval": None if plan.break_even is None else plan.break_even[1],
+        "break_even_cycle": None if plan.break_even_cycle is None else plan.break_even_cycle[0],
+        "break_even_cycle_interval": None if plan.break_even_cycle is None else plan.break_even_cycle[1],
+        "line": None if plan.line is None else asdict(plan.line),
         "verify_of_one_token_in_plain_steps": plan.plain_step,
         "findings": findings(plan),
     }
@@ -248,4 +307,4 @@ def _row_dict(row: Row) -> dict[str, Any]:
     limits = [
         {**asdict(part), "most_gain": part.most_gain if math.isfinite(part.most_gain) else None} for part in row.parts
     ]
-    return {**asdict(row), "cycle_ms": row.cycle_ms, "limits": limits}
+    return {**asdict(row), "limits": limits}
