@@ -74,7 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_random_store(folder / "store", [(8, (2, 8)), (9, (8, 9)), (12, (3, 12)), (7, (1, 7))] * 2)
     config = config_for(folder, wandb="offline", tensorboard=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder / "home")}
+    # Without the service of another test's run: it would outlive the kill, and hold the run's id.
+    others = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    environment = {**others, "OMP_NUM_THREADS": "1", "HOME": str(folder / "home")}
     command = [sys.executable, "-c", DYING, str(folder / "config.yaml")]
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
