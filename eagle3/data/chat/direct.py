@@ -9,38 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from eagle3.data.chat.quick import quick, without_marks
+
 _PLAIN = (bool, int, float, str, type(None))
-_OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length", "depth", "depth0"))
-"""Numbers and truth values; what else a loop has may be a conversation's own, and goes through the sandbox."""
-
-
-class _QuickLoops(ImmutableSandboxedEnvironment):
-    """The sandbox, which looks long into whether a loop's public attributes are safe: of these it always says so."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if attribute in _OF_LOOPS and type(obj) is LoopContext:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
-
-@lru_cache(maxsize=16)
-def _quick(compiled: jinja2.Template, template: str) -> jinja2.Template:
-    """The same template, with quicker loops; another sandbox than Transformers' is left alone."""
-    environment = compiled.environment
-    if type(environment) is not ImmutableSandboxedEnvironment:
-        return compiled
-    quick = object.__new__(_QuickLoops)
-    quick.__dict__.update(environment.__dict__)
-    return quick.from_string(template)
 
 
 class DirectTemplate:
@@ -53,10 +30,14 @@ class DirectTemplate:
         own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
         fits = compile_template is not None and not own.keys() & kwargs.keys()
         fits = fits and all(type(value) in _PLAIN for value in self._kwargs.values())
-        self._compiled = None
+        self._tracked: jinja2.Template | None = None  # as Transformers compiles it
+        self._compiled: jinja2.Template | None = None
+        self._marked: jinja2.Template | None = None
         if compile_template is not None and fits:
             with suppress(jinja2.TemplateError):  # Transformers then says what is wrong with it
-                self._compiled = _quick(compile_template(template), template)
+                self._tracked = compile_template(template)
+                self._compiled = quick(self._tracked, template, marked=False) or self._tracked
+                self._marked = quick(self._tracked, template, marked=True)
         self._given: dict[str, Any] = {}
         if self._compiled is not None:
             self._given = {**self._compiled.globals, **self._kwargs, "tools": None, "documents": None}
@@ -68,28 +49,33 @@ class DirectTemplate:
     def text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """The rendered messages, which `takes` was asked about."""
         assert self._compiled is not None
-        return "".join(self._compiled.root_render_func(self._context(messages, add_generation_prompt)))
+        return "".join(self._compiled.root_render_func(self._context(self._compiled, messages, add_generation_prompt)))
 
     def text_and_blocks(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The rendered messages, and which characters are in `{% generation %}` blocks."""
-        assert self._compiled is not None
+        assert self._tracked is not None
+        if self._marked is not None:
+            found = without_marks(list(self._marked.root_render_func(self._context(self._marked, messages, False))))
+            if found is not None:
+                return found
         written: list[str] = []
         blocks: list[tuple[int, int]] = []
-        environment: Any = self._compiled.environment  # with Transformers' extension
+        environment: Any = self._tracked.environment  # with Transformers' extension
         with environment.activate_tracker(written, blocks):
-            for piece in self._compiled.root_render_func(self._context(messages, False)):
+            for piece in self._tracked.root_render_func(self._context(self._tracked, messages, False)):
                 written.append(piece)  # blocks count the characters of what is here already
         return "".join(written), blocks
 
-    def _context(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> jinja2.runtime.Context:
+    def _context(
+        self, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> jinja2.runtime.Context:
         """What the template reads; made of one dict, where `Template.render` goes through several each time."""
-        assert self._compiled is not None
         given = {
             **self._given,
             "messages": [dict(message) for message in messages],  # a template may change them
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._compiled.new_context(given, shared=True)
+        return template.new_context(given, shared=True)
 
 
 def is_plain(message: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -109,7 +110,7 @@ class Encoder:
         if self._cuts is None:
             return None
         marks = [match.span() for match in self._cuts.finditer(text)]
-        places = [place for place, token in enumerate(ids) if token in self._added]
+        places = list(compress(count(), map(self._added.__contains__, ids)))
         return Known(text, ids, marks, [end for _, end in marks], places) if len(marks) == len(places) else None
 
     def ids_after(self, text: str, known: Known | None) -> list[int]:
