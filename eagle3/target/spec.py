@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eagle3.errors import ProblemsError, problem_error
+
+if TYPE_CHECKING:  # what only reads a folder does not wait seconds for the models
+    from transformers import PreTrainedModel
 
 # The caller refuses missing and mismatched weights, all of them by name; alone, Transformers names no mismatched one.
 LOADING: Any = {
@@ -56,6 +58,8 @@ class TargetSpec:
 
     def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         """The text model with its language head, and Transformers' loading info (missing keys and the like)."""
+        from transformers import AutoModelForCausalLM
+
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **LOADING)
         return loaded
 
@@ -70,6 +74,8 @@ class TargetSpec:
 
     def build(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         """The model with new weights, on the device that is set; a family overrides this, `empty` calls it."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return model

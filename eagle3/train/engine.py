@@ -21,7 +21,6 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Gra
 
 from eagle3.errors import Problem, raise_problems
 from eagle3.train.engines.base import Engine
-from eagle3.train.engines.fsdp2 import FullySharded
 from eagle3.train.engines.replicated import Replicated
 from eagle3.train.engines.zero import Zero
 
@@ -91,6 +90,8 @@ def make_engine(accelerator: Accelerator, mixed_precision: str) -> Engine:
     """
     bf16 = mixed_precision == "bf16"
     if accelerator.distributed_type == DistributedType.FSDP:
+        from eagle3.train.engines.fsdp2 import FullySharded  # loads torch's sharding, which takes a second
+
         return FullySharded(accelerator, bf16)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return Zero(accelerator, bf16, int(accelerator.state.deepspeed_plugin.zero_stage))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from eagle3.config import OptimSection
 from eagle3.train.moments import is_muons
@@ -79,7 +78,7 @@ def clip_and_step(
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     found = torch.nn.utils.clip_grad_norm_(trained, max_norm)
-    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)  # of FSDP2's shards, a DTensor
     check(norm)
     set_learning_rate(optimizer, rate)
     optimizer.step()

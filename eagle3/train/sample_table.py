@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3.config import TargetConfig, TrainConfig
-from eagle3.data.chat import load_tokenizer, tokenizer_digest
 from eagle3.data.show.printable import printable
 from eagle3.data.store import StoreReader
 from eagle3.data.store_format import load_manifest
@@ -82,6 +81,8 @@ class SampleTable:
         try:
             target = config.target or TargetConfig(path=recorded or contract.target_name)
             folder = find_target(target, weights=False, download=False).folder
+            from eagle3.data.chat import load_tokenizer, tokenizer_digest  # seconds, for runs that show text
+
             tokenizer = load_tokenizer(str(folder), trust_remote_code=target.trust_remote_code)
         except ValueError as error:  # a recorded path may be no path at all
             found = error.problems[0] if isinstance(error, ProblemsError) else None

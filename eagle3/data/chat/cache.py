@@ -11,11 +11,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.chat.render import Rendered
 from eagle3.data.chat.rendering import Rendering
-from eagle3.data.chat.tokenizer import template_text
+from eagle3.data.chat.tokenizer import Tokenizer, template_text
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, problem_error
 from eagle3.files import digest_json, explained_os_errors, refuse_url, write_atomic
@@ -50,7 +49,7 @@ class RenderingCache:
     def __init__(
         self,
         folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         template_kwargs: Mapping[str, Any],
         split_turns: str,
     ) -> None:
@@ -113,7 +112,7 @@ def _rows(number: int, rendering: Rendering) -> Iterable[dict[str, Any]]:
         yield {"conversation": number, "problem": json.dumps(problem.to_dict())}
 
 
-def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _tokenizer_content(tokenizer: Tokenizer) -> Any:
     """All that decides which ids a text becomes."""
     marks = {str(index): repr(token) for index, token in tokenizer.added_tokens_decoder.items()}
     if tokenizer.is_fast:

@@ -12,10 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from eagle3.data.chat.quick import quick, without_marks
+from eagle3.data.chat.tokenizer import Tokenizer
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -23,7 +22,10 @@ _PLAIN = (bool, int, float, str, type(None))
 class DirectTemplate:
     """A tokenizer's template for plain conversations without tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> None:
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils import chat_template_utils
+
         self._template, self._kwargs = template, {**tokenizer.special_tokens_map, **kwargs}
         # without the name below (another Transformers), and with arguments that mean more to it, it is left to it
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)

@@ -17,10 +17,8 @@ from functools import cached_property
 from itertools import compress, count
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
 from eagle3.data.chat.blocks import TokenLengths, in_blocks, token_lengths
+from eagle3.data.chat.tokenizer import Tokenizer
 
 _SHORT = 64
 """Characters of an ending whose ids are remembered: it is that of every prompt."""
@@ -47,7 +45,7 @@ class Known:
 class Encoder:
     """Makes ids of texts that hold all of their special tokens already."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._endings: dict[str, list[int]] = {}
         self._ready: dict[tuple[bool, str], Any] = {}
@@ -55,6 +53,8 @@ class Encoder:
     @cached_property
     def plain(self) -> bool:
         """The tokenizer and its way with a conversation are those of Transformers, not of a class of its own."""
+        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
         own = type(self._tokenizer)
         names = ("__call__", "_encode_plus", "apply_chat_template", "set_truncation_and_padding")
         return isinstance(self._tokenizer, PreTrainedTokenizerFast) and all(

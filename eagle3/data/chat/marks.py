@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from eagle3.data.chat.tokenizer import Tokenizer
 from eagle3.errors import Problem
 
 _FIX = "take it out of the text, leave the conversation out, or pass data.skip_bad=true"
@@ -24,7 +23,7 @@ class Marks:
     The second sort may stand in an answer: templates read reasoning from there.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         written = {token.content for token in added if token.content in template}

@@ -9,12 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from eagle3.data.chat.render import SplitTurns
 from eagle3.data.chat.rendering import Rendering
 from eagle3.data.chat.report import PrepareReport, TokenSample
-from eagle3.data.chat.tokenizer import template_text
+from eagle3.data.chat.tokenizer import Tokenizer, template_text
 from eagle3.data.chat.workers import Renderers
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
@@ -24,7 +22,7 @@ _KEPT_TOGETHER = 4096
 
 
 def prepare_samples(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     conversations: Iterable[Conversation],
     max_length: int,
     skip_bad: bool = False,
@@ -40,7 +38,7 @@ def prepare_samples(
 
 
 def prepare_stream(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     conversations: Iterable[Conversation],
     keep: Callable[[TokenSample], None],
     max_length: int,
@@ -107,7 +105,7 @@ def prepare_stream(
     return report
 
 
-def _check_template(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Conversation]) -> None:
+def _check_template(tokenizer: Tokenizer, conversations: Iterable[Conversation]) -> None:
     """Without a template there is one problem, and not one for each conversation; those of the records go first."""
     try:
         template_text(tokenizer)
@@ -117,7 +115,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, conversations: Iterable[
 
 
 def _renderings(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     conversations: Iterable[Conversation],
     template_kwargs: Mapping[str, Any],
     split_turns: SplitTurns,

@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from eagle3.data.chat.left_out import answer_left_out, left_out
 from eagle3.data.chat.template import SKIP, Applied, ChatTemplate
+from eagle3.data.chat.tokenizer import Tokenizer
 from eagle3.data.conversations import Conversation
 from eagle3.errors import Problem, ProblemsError, problem_error, raise_problems
 
@@ -27,7 +26,7 @@ class Rendered:
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: list[Any] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -38,7 +37,7 @@ def render_prompt(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     conversation: Conversation,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Rendered:
@@ -54,7 +53,7 @@ class Renderer:
     leaves a turn, a call or reasoning out).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.chat = ChatTemplate(tokenizer, template_kwargs or {})
         self._ready: dict[int, Applied] = {}
 

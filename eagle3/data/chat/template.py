@@ -10,13 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.chat.direct import DirectTemplate, is_plain
 from eagle3.data.chat.encoding import Encoder, Known
 from eagle3.data.chat.marks import Marks
 from eagle3.data.chat.served import reads_parts, served_message
-from eagle3.data.chat.tokenizer import special_token_ids, template_text
+from eagle3.data.chat.tokenizer import Tokenizer, special_token_ids, template_text
 from eagle3.errors import problem_error
 
 SKIP = "leave the conversation out, or pass data.skip_bad=true"
@@ -29,7 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplate:
     """What is the same for all conversations: the tokenizer, its template, the arguments for it."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     kwargs: Mapping[str, Any]
 
     @cached_property

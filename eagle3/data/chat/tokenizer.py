@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeAlias
 
 from eagle3.errors import problem_error
 from eagle3.files import digest_json
 
-Tokenizer = PreTrainedTokenizerBase
-"""Its type, for modules that do not import transformers."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""Its type, for modules that do not import Transformers: who only reads a store does not wait seconds for it."""
 
 
-def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
     """The target's tokenizer.
 
     Raises:
         ProblemsError: it is not there, or needs its own code and `trust_remote_code` is off.
     """
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged file makes it raise almost anything, `Exception` itself included
@@ -25,7 +30,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         raise problem_error(path, "tokenizer.unreadable", message, fix) from error
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """`sha256:<hex>` of what each id stands for: the vocabulary and the added tokens.
 
     Merges and normalisation are left out: they choose among ids, they do not change their meaning.
@@ -34,12 +39,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest_json({"vocab": tokenizer.get_vocab(), "added": added})
 
 
-def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def template_digest(tokenizer: Tokenizer) -> str:
     """`sha256:<hex>` of the chat template's text."""
     return digest_json(template_text(tokenizer))
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+def template_text(tokenizer: Tokenizer) -> str:
     """The chat template.
 
     Raises:
@@ -52,6 +57,6 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
         raise problem_error(tokenizer.name_or_path, "chat.no_template", f"no chat template: {error}", fix) from error
 
 
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def special_token_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of the tokens added to the vocabulary (end of turn, think and tool marks ...): the draft vocab keeps them."""
     return sorted({*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids})

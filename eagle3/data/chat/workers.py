@@ -12,10 +12,9 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from eagle3.data.chat.render import Renderer, SplitTurns
 from eagle3.data.chat.rendering import Rendering
+from eagle3.data.chat.tokenizer import Tokenizer
 from eagle3.data.conversations import Conversation
 from eagle3.errors import ProblemsError, problem_error
 
@@ -35,7 +34,7 @@ class Renderers:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         template_kwargs: Mapping[str, Any],
         split_turns: SplitTurns,
         workers: int | None,
@@ -96,7 +95,7 @@ def _alive() -> Iterator[None]:
         ) from error
 
 
-def _start(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], split_turns: SplitTurns) -> None:
+def _start(tokenizer: Tokenizer, template_kwargs: dict[str, Any], split_turns: SplitTurns) -> None:
     global _renderer
     _renderer = Renderer(tokenizer, template_kwargs), split_turns
 

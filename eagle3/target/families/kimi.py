@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from eagle3.files import read_json
 from eagle3.target.spec import LOADING, TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3Config, PreTrainedModel
 
 _TEXT_PREFIX = {r"^language_model\.": ""}
 _NON_TEXT_KEYS = ("media_placeholder_token_id", "image_token_id", "video_token_id")
@@ -26,12 +28,16 @@ class KimiSpec(TargetSpec):
     """Reads every value from the checkpoint's config: the class defaults are DeepSeek-V3's, not Kimi's."""
 
     def load(self, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        from transformers import DeepseekV3ForCausalLM
+
         loaded: Any = DeepseekV3ForCausalLM.from_pretrained(
             folder, config=_config(folder), key_mapping=_TEXT_PREFIX, dtype=dtype, **LOADING
         )
         return loaded
 
     def build(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+        from transformers import DeepseekV3ForCausalLM
+
         model: PreTrainedModel = DeepseekV3ForCausalLM._from_config(_config(folder), dtype=dtype)
         return model
 
@@ -46,6 +52,8 @@ class KimiK25Spec(KimiSpec):
 
 
 def _config(folder: Path) -> DeepseekV3Config:
+    from transformers import DeepseekV3Config
+
     published = read_json(folder / "config.json", "the target's config")
     text = published.get("text_config", published)
     return DeepseekV3Config(**{key: value for key, value in text.items() if key not in _DROPPED_KEYS})
