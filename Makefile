@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/eagle3 demo $(if $(TARGET),--target $(TARGET))
 
 test: lint
-	$(VENV)/bin/pytest -m 'not gpu' -n $(JOBS) --dist loadfile
+	$(VENV)/bin/pytest -m 'not gpu' -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The real SGLang on the CPU, in a venv of its own (1.6 GB, made once).
 test-serving: $(INSTALLED) $(SERVING_INSTALLED)

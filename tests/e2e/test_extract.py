@@ -94,17 +94,17 @@ def test_resume_under_other_settings_exits_2_and_lists_each(extraction: ExtractC
 
 
 def test_killed_regeneration_resumes_to_an_equal_file(tmp_path: Path) -> None:
-    data = write_conversations(tmp_path / "data.jsonl", 40)
+    data = write_conversations(tmp_path / "data.jsonl", 20)
     target = make_tiny_llama(tmp_path / "tiny-llama")
-    cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", batch_size=2, max_new_tokens=64)
+    cfg: RegenerateConfig = regenerate_config(target, data, tmp_path / "out.jsonl", batch_size=2, max_new_tokens=24)
     whole = cfg.model_copy(update={"output": str(tmp_path / "whole.jsonl")})
-    assert run_regenerate(whole).generated == 40
+    assert run_regenerate(whole).generated == 20
     partial = Path(f"{cfg.output}.partial")
     kill_when(start(REGENERATE, cfg, tmp_path), lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 4)
     assert not Path(cfg.output).exists()
     done = partial.read_bytes().count(b"\n")
-    assert 4 <= done < 40, "the kill came too late to show anything"
-    assert run_regenerate(cfg).generated == 40 - done
+    assert 4 <= done < 20, "the kill came too late to show anything"
+    assert run_regenerate(cfg).generated == 20 - done
     assert Path(cfg.output).read_bytes() == Path(whole.output).read_bytes()
 
 

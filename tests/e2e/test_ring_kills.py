@@ -6,7 +6,7 @@ import os
 
 from tests.kills import done_by
 
-RUNS = int(os.environ.get("EAGLE3_RING_KILLS", "18"))
+RUNS = int(os.environ.get("EAGLE3_RING_KILLS", "9"))
 
 
 def test_runs_whose_sides_are_killed_at_random_are_those_of_undisturbed_ones() -> None:

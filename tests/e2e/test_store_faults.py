@@ -38,9 +38,9 @@ from tests.unit.target.cases import extract_config, write_conversations
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 10
-KILLS = 100
-ERRORS = 60
-JOINT_KILLS = 40
+KILLS = 50
+ERRORS = 30
+JOINT_KILLS = 20
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 UNFINISHED = {"file.missing", "store.empty", "store.shard_unlisted", "store.shard_missing", "fingerprint.missing"}
 """Why a reader may refuse what a writer left. Never a wrong value, length or checksum."""

@@ -6,7 +6,7 @@ import os
 
 from tests.kills import done_by
 
-RUNS = int(os.environ.get("EAGLE3_TRAIN_KILLS", "6"))
+RUNS = int(os.environ.get("EAGLE3_TRAIN_KILLS", "4"))
 
 
 def test_runs_that_are_disturbed_at_random_are_those_of_undisturbed_ones() -> None:

@@ -46,21 +46,21 @@ def assert_equal(model: DraftModel, batch: DraftBatch, settings: TTTSettings) ->
 @pytest.mark.parametrize("options", [{}, {"norm_output": True}, {"fc_norm": True}, {"norm_before_fc": True}])
 def test_random_batches_have_the_loss_and_gradients_of_autograd(options: dict[str, bool], rule: ChainRule) -> None:
     terms = 0
-    for seed in range(12):
+    for seed in range(4):
         documents = random_documents(7, seed, longest=30)
         batch = make_batch([documents[:3], documents[3:]], padding=seed % 3)
         settings = TTTSettings([1, 2, 4, 7][seed % 4], 0.8, rule, chunk=1 + seed)
         model = make_model(make_config(**options), seed)
         assert_equal(model, batch, settings)
         terms += int(run(model, batch, settings).active.sum())
-    assert terms > 500
+    assert terms > 150
 
 
 @pytest.mark.parametrize(
-    ("fraction", "answer"), [(0.02, 12), (0.02, 1), (0.1, 3), (0.4, 100), (0.4, 2), (1.0, 1500), (0.9, 1000)]
+    ("fraction", "answer"), [(0.02, 12), (0.02, 1), (0.1, 3), (0.4, 100), (0.4, 2), (1.0, 1000), (0.9, 700)]
 )
 def test_long_documents_whatever_share_of_them_is_supervised(fraction: float, answer: int) -> None:
-    length = 1500
+    length = 1000
     mask = [
         int(place % max(round(answer / fraction), answer) >= round(answer / fraction) - answer)
         for place in range(length)

@@ -121,8 +121,7 @@ def test_pre_norm_and_post_norm_are_told_apart_both_ways(target: Target) -> None
     assert_causes(causes(verdicts(target, pre_norm, last=target.layers)), "right", "right")
 
 
-@pytest.mark.parametrize("tokens", [1, -1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float32"), (-1, "bfloat16"), (3, "bfloat16")])
 def test_misaligned_rows_are_named_with_their_distance(target: Target, tokens: int, dtype: str) -> None:
     found = verdicts(target, lambda states: [slot.roll(-tokens, 0) for slot in target.right(states)], dtype, dtype)
 
