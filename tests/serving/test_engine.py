@@ -34,4 +34,5 @@ def test_a_server_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
 
     assert len(reply["output_ids"]) == 4
     assert len(processes) > 1
-    assert [process for process in processes if is_alive(process)] == []
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert [process for process in left if is_alive(process)] == []

@@ -19,12 +19,11 @@ from eagle3.data.store_writer import StoreWriter
 from eagle3.errors import ProblemsError
 from eagle3.target.engines.sglang_server import start_command
 from eagle3.target.extract import run_extract
-from eagle3.target.packaged import packaged_smollm2
 from eagle3.target.probe import probe_dataset
 from eagle3.target.tiny import make_tiny_kimi, make_tiny_llama
 from eagle3.wiring.engines import ids_to_write
 from eagle3.wiring.layers import LayerWiring, default_output_indices
-from tests.serving.sglang_venv import SERVED_VERSION, VENV, running_server
+from tests.serving.sglang_venv import SERVED_VERSION, running_server, smollm2
 from tests.unit.target.cases import extract_config, write_conversations
 
 LAYERS = [1, 3, 5]
@@ -143,7 +142,7 @@ def test_a_kimi_whose_ids_are_counted_otherwise_from_two_servers(
 
 
 def test_smollm2_in_bfloat16(data: Path, tmp_path: Path, running: ExitStack) -> None:
-    target = packaged_smollm2(VENV / "smollm2-135m-instruct")  # kept between runs
+    target = smollm2()
     layers = default_output_indices(30)
     values = {
         "output_indices": list(layers), "store_dtype": "bfloat16", "target": {"dtype": "bfloat16"}

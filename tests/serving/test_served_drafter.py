@@ -15,13 +15,12 @@ from eagle3.evaluate.acceptance import answer_spans
 from eagle3.evaluate.checkpoint import evaluate_checkpoint
 from eagle3.serve.export import export_run
 from eagle3.target.extract import run_extract
-from eagle3.target.packaged import packaged_smollm2
 from eagle3.target.regenerate import run_regenerate
 from eagle3.train.trainer import run_training
 from eagle3.wiring.layers import default_output_indices
 from tests.serving.conftest import EngineScript
 from tests.serving.constructed import acceptance_length
-from tests.serving.sglang_venv import SERVED_VERSION, VENV
+from tests.serving.sglang_venv import SERVED_VERSION, smollm2
 
 DEMO = files("eagle3.demo")
 TRAINED_ON, ASKED, NEW_TOKENS, STEPS = 64, 8, 40, 3
@@ -42,7 +41,7 @@ def first_lines(path: Path, name: str, count: int) -> Path:
 
 @pytest.mark.timeout(900)
 def test_the_served_acceptance_length_is_the_predicted_one(engine: EngineScript, tmp_path: Path) -> None:
-    target = packaged_smollm2(VENV / "smollm2-135m-instruct")  # kept between runs
+    target = smollm2()
     states, held_out, run = tmp_path / "states", tmp_path / "held-out", tmp_path / "run"
     train_data = first_lines(tmp_path / "train.jsonl", "answers.jsonl", TRAINED_ON)
     questions = first_lines(tmp_path / "questions.jsonl", "mt_bench.jsonl", ASKED)
