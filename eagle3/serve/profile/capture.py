@@ -126,8 +126,7 @@ def _untraced(server: ProfiledServer, prompts: list[Prompt], options: CaptureOpt
     for counted, requests in ((False, options.concurrency), (True, max(options.requests, options.concurrency))):
         load = Load(server, prompts, options.concurrency, options.max_new_tokens, requests)
         with progress("without the profiler" if counted else "warm-up", requests, "answers") as advance, load:
-            load.join()
-            advance(requests)
+            load.join(advance)
         load.check()
     return pooled(load.answers)
 

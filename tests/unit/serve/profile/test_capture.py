@@ -216,6 +216,8 @@ def test_a_request_that_fails_ends_it(options: CaptureOptions) -> None:
         ({"speculative_algorithm": None}, "profile.no_drafter"),
         ({"speculative_algorithm": "NGRAM"}, "profile.no_drafter"),
         ({"speculative_num_steps": None}, "profile.no_drafter"),
+        ({"speculative_num_steps": 10**9}, "profile.no_drafter"),
+        ({"speculative_num_draft_tokens": -1}, "profile.no_drafter"),
     ],
 )
 def test_a_server_without_a_drafter_is_refused(options: CaptureOptions, change: dict[str, Any], kind: str) -> None:
