@@ -246,6 +246,15 @@ def _finite(text: str) -> float:
     return value
 
 
+def first_fault(error: ValueError) -> str:
+    """What is wrong with a value that was checked, on one line: the first place, if there are several."""
+    errors = getattr(error, "errors", None)
+    if not callable(errors):
+        return str(error)
+    first = errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, found {str(first['input'])[:60]!r}"
+
+
 def read_file(path: Path, what: str) -> bytes:
     """Reads a small file.
 

@@ -7,6 +7,7 @@ left out of SGLang's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def read_counters(text: str) -> Counters:
 
     def first(names: Sequence[str]) -> int | None:
         found = next((sums[name] for name in names if name in sums), None)
-        return None if found is None else int(found)
+        return None if found is None or not math.isfinite(found) else int(found)
 
     return Counters(first(_REQUESTS), first(_TOKENS), first(_VERIFIES), first([_ACCEPTED]))
 

@@ -14,6 +14,8 @@ from eagle3.target.answer_servers.server import FaultyError, Server, Unavailable
 
 _FLUSH_SECONDS = 5.0
 _PAUSE = 0.1
+_MOST_DRAFTS = 10_000
+"""More than any server drafts: such a number says nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ async def server_info(server: Server) -> Mapping[str, Any]:
 
 def sglang_facts(info: Mapping[str, Any]) -> Facts:
     """What SGLang's `/server_info` says."""
-    states = [item for item in info.get("internal_states") or [] if isinstance(item, dict)]
+    states = info.get("internal_states")
+    states = [item for item in states if isinstance(item, dict)] if isinstance(states, list) else []
     speculates = None if "speculative_algorithm" not in info else bool(info["speculative_algorithm"])
     running = [item["effective_max_running_requests_per_dp"] for item in states
                if _count(item.get("effective_max_running_requests_per_dp"))]  # fmt: skip
@@ -99,9 +102,9 @@ def sglang_facts(info: Mapping[str, Any]) -> Facts:
         engine="sglang",
         version=info.get("version") if isinstance(info.get("version"), str) else None,
         speculates=speculates,
-        steps=_count(info.get("speculative_num_steps")) if speculates else None,
-        topk=_count(info.get("speculative_eagle_topk")) if speculates else None,
-        draft_tokens=_count(info.get("speculative_num_draft_tokens")) if speculates else None,
+        steps=_count(info.get("speculative_num_steps"), _MOST_DRAFTS) if speculates else None,
+        topk=_count(info.get("speculative_eagle_topk"), _MOST_DRAFTS) if speculates else None,
+        draft_tokens=_count(info.get("speculative_num_draft_tokens"), _MOST_DRAFTS) if speculates else None,
         context_length=_count(info.get("context_length")) or _count(info.get("max_req_input_len")),
         most_running=sum(running) or _count(info.get("max_running_requests")),
         instance=None if seed is None else str(seed),
@@ -139,11 +142,10 @@ def _in_flight(value: Any) -> int | None:
         if not isinstance(row, dict):
             return None
         found = row.get("num_total_reqs", row.get("num_reqs"))
-        if found is None and "num_running_reqs" in row:
-            found = row["num_running_reqs"] + row.get("num_waiting_reqs", 0)
-        if type(found) is not int:
+        parts = [row.get("num_running_reqs"), row.get("num_waiting_reqs", 0)] if found is None else [found]
+        if not all(type(part) is int and part >= 0 for part in parts):
             return None
-        total += found
+        total += sum(parts)
     return total
 
 
@@ -172,5 +174,5 @@ async def flush(server: Server) -> bool:
     return False
 
 
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
+def _count(value: Any, most: int | None = None) -> int | None:
+    return value if type(value) is int and value > 0 and (most is None or value <= most) else None

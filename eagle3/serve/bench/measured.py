@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from eagle3.errors import problem_error
-from eagle3.files import read_json_object, write_json_atomic
+from eagle3.files import first_fault, read_json_object, write_json_atomic
 from eagle3.serve.bench.rounds import Rounds, SenselessError, rounds_of
 
 FORMAT, VERSION = "eagle3-bench-pass", 1
@@ -104,8 +108,14 @@ class Pass:
 
 
 def kept_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `meta_info` that anything is read of."""
-    return {name: value for name, value in meta.items() if name in _KEPT or name.startswith("spec_")}
+    """The part of `meta_info` that anything is read of; a number that JSON cannot hold is kept as text."""
+    return {name: _writable(value) for name, value in meta.items() if name in _KEPT or name.startswith("spec_")}
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_writable(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_pass(path: Path, item: Pass) -> None:
@@ -113,8 +123,11 @@ def write_pass(path: Path, item: Pass) -> None:
     write_json_atomic(path, {"format": FORMAT, "format_version": VERSION, **asdict(item)})
 
 
-def read_pass(path: Path, key: str) -> Pass | None:
+def read_pass(path: Path, key: str, place: tuple[int, int]) -> Pass | None:
     """A pass of an earlier run; None where there is none.
+
+    Args:
+        place: its concurrency and number.
 
     Raises:
         ProblemsError: kind `bench.output`: it is of other prompts, settings or another server; `file.not_json`.
@@ -127,9 +140,14 @@ def read_pass(path: Path, key: str) -> Pass | None:
         raise problem_error(str(path), "bench.output", "is no pass of a bench", fix)
     try:
         found = _pass(value)
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"is damaged: {type(error).__name__}: {error}"
+    except ValueError as error:
+        message = f"is damaged: {first_fault(error)}"
         raise problem_error(str(path), "bench.output", message, "remove this file; it is measured again") from None
+    if (found.concurrency, found.number) != place:
+        message = (
+            f"is pass {found.number + 1} at concurrency {found.concurrency}, expected {place[1] + 1} at {place[0]}"
+        )
+        raise problem_error(str(path), "bench.output", message, "remove this file; it is measured again")
     if found.key != key:
         message = "was measured with other prompts, settings, or a server of other settings"
         raise problem_error(str(path), "bench.output", message, fix)
@@ -137,21 +155,22 @@ def read_pass(path: Path, key: str) -> Pass | None:
 
 
 def _pass(value: dict[str, Any]) -> Pass:
-    requests = tuple(
-        Request(**{**item, "at": tuple(item["at"]), "tokens": tuple(item["tokens"]), "ids": _tuple(item["ids"])})
-        for item in value.pop("requests")
-    )
-    failures = tuple(Failure(**item) for item in value.pop("failures"))
-    counted = value.pop("counted")
-    rounds = None
-    if counted is not None:
-        lists = {name: _tuple(counted[name]) for name in ("histogram", "reached")}
-        rounds = Rounds(**{**counted, **lists})
-    return Pass(requests=requests, failures=failures, counted=rounds, **value)
+    """
+    Raises:
+        ValueError: it is none.
+    """
+    found = _PASS.validate_json(json.dumps(value), strict=True)
+    if unknown := sorted(set(value) - set(asdict(found))):
+        raise ValueError(f"{unknown[0]} is no part of a pass")
+    if found.concurrency < 1:
+        raise ValueError("concurrency is below 1")
+    for place, item in enumerate(found.requests):
+        if len(item.at) != len(item.tokens) or not item.at or min(item.tokens) < 1:
+            raise ValueError(f"requests.{place} has {len(item.at)} times for {len(item.tokens)} pieces of its answer")
+    return found
 
 
-def _tuple(value: list[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
+_PASS = TypeAdapter(Pass)
 
 
 @dataclass

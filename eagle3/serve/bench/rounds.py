@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 _HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
@@ -69,8 +69,11 @@ def rounds_of(
         SenselessError: the numbers contradict each other.
     """
     verifies = meta.get("spec_verify_ct")
-    if verifies is None and _number(meta.get("spec_accept_length")):
-        verifies = round(tokens / meta["spec_accept_length"])
+    length = meta.get("spec_accept_length")
+    if verifies is None and _number(length):
+        if length < 1:
+            raise SenselessError(f"spec_accept_length is {length}, expected at least 1")
+        verifies = round(tokens / length)
     if verifies is None:
         return None
     if type(verifies) is not int or verifies < 0:
@@ -141,5 +144,5 @@ def _retracted(meta: Mapping[str, Any]) -> int:
     return count if type(count) is int and count > 0 else 0
 
 
-def _number(value: Any) -> bool:
+def _number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -224,7 +224,8 @@ def _by_set(
 
 def _cached_share(requests: Sequence[Request]) -> float | None:
     cached = [request.meta.get("cached_tokens") for request in requests]
-    if not cached or not all(type(item) is int for item in cached):
+    pairs = [(item, request.prompt_tokens) for item, request in zip(cached, requests, strict=True)]
+    if not all(type(item) is int and 0 <= item <= prompt for item, prompt in pairs):
         return None
     prompt = sum(request.prompt_tokens for request in requests)
     return sum(item for item in cached if item is not None) / prompt if prompt else None

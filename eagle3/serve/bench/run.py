@@ -120,6 +120,7 @@ async def open_servers(
     for place, server in enumerate(servers):
         baseline = last_is_baseline and place == len(servers) - 1
         try:
+            print(f"{server.url}: asked what it serves, for at most {server.cfg.timeout_seconds:g} s", file=sys.stderr)
             print(await identify(server, wanted), file=sys.stderr)
             problems += server.wrong
             if server.wrong:
@@ -130,7 +131,7 @@ async def open_servers(
             problems.append(Problem(server.url, "server.api_key", str(error), fix))
             continue
         except (UnavailableError, FaultyError) as error:
-            message = str(error).removeprefix(f"{server.url} ")
+            message = str(error).removeprefix(server.url).removeprefix(":").strip()
             problems.append(Problem(server.url, "server.down", message, _START))
             continue
         if baseline and facts.speculates:
@@ -162,7 +163,7 @@ async def measure(servers: Sequence[Measured], load: Load, folder: Path, only_re
     """
     todo = []
     for one in _plan(servers, load, folder):
-        done = read_pass(one.path, one.key)
+        done = read_pass(one.path, one.key, (one.concurrency, one.number))
         if done is not None and done.clean:
             one.item.passes.setdefault(one.concurrency, []).append(done)
         else:

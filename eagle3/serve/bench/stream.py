@@ -159,11 +159,15 @@ class _OpenAi:
     def take(self, event: dict[str, Any]) -> int:
         before = self._usage.get("completion_tokens", 0)
         choices = event.get("choices") or []
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise FaultyReplyError(f"has a piece whose choices are {str(choices)[:60]}")
         brought = 0
         for choice in choices[:1]:
             delta = choice.get("delta")
             self._chat = self._chat or isinstance(delta, dict)
             text = (delta.get("content") if isinstance(delta, dict) else choice.get("text")) or ""
+            if not isinstance(text, str):
+                raise FaultyReplyError(f"has a piece whose text is {str(text)[:60]}")
             self._text.append(text)
             ids = choice.get("token_ids")
             if isinstance(ids, list):
@@ -174,7 +178,9 @@ class _OpenAi:
         usage = event.get("usage")
         if isinstance(usage, dict) and type(usage.get("completion_tokens")) is int:
             self._usage = usage
-            return int(usage["completion_tokens"]) - int(before)
+            if (new := int(usage["completion_tokens"]) - int(before)) < 0:
+                raise FaultyReplyError(f"has a piece that counts {before + new} tokens, {before} came before it")
+            return new
         if brought and not self._usage:
             raise FaultyReplyError("has pieces without usage: the server does not know continuous_usage_stats")
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from eagle3.config import PlanConfig, build_config
 from eagle3.errors import problem_error
@@ -49,10 +49,14 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         message = f"is no bench: format {value.get('format')!r}, version {value.get('format_version')!r}"
         raise problem_error(str(path), "plan.bench_file", message, fix)
     points, baselines = value.get("points"), value.get("baseline")
-    lists = isinstance(points, list) and isinstance(baselines, list)
-    if not lists or not all(isinstance(item, dict) and "batch" in item for item in [*points, *baselines]):  # type: ignore[misc]
+    if not _are_points(points) or not _are_points(baselines):
         raise problem_error(str(path), "plan.bench_file", "has no points, or others than it should", fix)
     if not points and not baselines:
         message = "has no row of a server that worked: no point, no baseline"
         raise problem_error(str(path), "plan.bench_file", message, "see the problems in it, and measure again")
-    return points, baselines  # type: ignore[return-value]
+    return points, baselines
+
+
+def _are_points(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether each has a batch; their other keys are checked with the config's own points."""
+    return isinstance(value, list) and all(isinstance(item, dict) and type(item.get("batch")) is int for item in value)

@@ -88,10 +88,14 @@ def capture(options: CaptureOptions, transport: httpx.BaseTransport | None = Non
         sent = _rendered(server, asked) if sent is None else sent
         if isinstance(sent[0], str):
             notes.append(PLAIN)
-        measured = _untraced(server, sent, options)
+        folder = _own_folder(options.output)  # before minutes of measuring
+        try:
+            measured = _untraced(server, sent, options)
+        except BaseException:  # Ctrl-C too: nothing was traced; raised again
+            folder.rmdir()
+            raise
         if measured is None:
             notes.append("no answer took a verify without the profiler: prompts whose answers are one token long")
-        folder = _own_folder(options.output)
         files = _traced(server, sent, options, folder, facts)
         if not files:
             raise _no_trace(folder, options, measured)
@@ -126,8 +130,7 @@ def _untraced(server: ProfiledServer, prompts: list[Prompt], options: CaptureOpt
     for counted, requests in ((False, options.concurrency), (True, max(options.requests, options.concurrency))):
         load = Load(server, prompts, options.concurrency, options.max_new_tokens, requests)
         with progress("without the profiler" if counted else "warm-up", requests, "answers") as advance, load:
-            load.join()
-            advance(requests)
+            load.join(advance)
         load.check()
     return pooled(load.answers)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eagle3.errors import Eagle3Error
 from eagle3.serve.profile.server import Answered, ProfiledServer
 
 Prompt = list[int] | str
+_POLL = 0.2
+_LEAVING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,29 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self.join()
+        self.join(most=_LEAVING_SECONDS)  # a server that hangs holds nobody: the threads end with the process
 
-    def join(self) -> None:
-        """Waits until every answer that was asked for has come, or one failed."""
+    def join(self, advance: Callable[[int], object] | None = None, most: float | None = None) -> None:
+        """Waits until every answer that was asked for has come, or one failed.
+
+        Args:
+            advance: told of each answer that has come.
+            most: seconds to wait.
+        """
+        told, deadline = 0, None if most is None else time.monotonic() + most
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                if deadline is not None and time.monotonic() > deadline:
+                    return
+                thread.join(_POLL)
+                told = self._tell(advance, told)
+        self._tell(advance, told)
+
+    def _tell(self, advance: Callable[[int], object] | None, told: int) -> int:
+        found = len(self.answers)
+        if advance is not None and found > told:
+            advance(found - told)
+        return found
 
     def all_going(self, timeout: float) -> bool:
         """Waits until each of the concurrent answers has had a token."""

@@ -6,19 +6,22 @@ Read in SGLang 0.5.16 and 0.5.23: `sglang/srt/entrypoints/http_server.py`, `mana
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import httpx
 
 from eagle3.errors import Eagle3Error, problem_error
+from eagle3.serve.fetch import fetch, json_of
 
 NOT_RUNNING = "not in progress"
 _SAID = 200
+_FACTS_SECONDS = 30.0
+"""For what a server answers at once, whatever it is doing."""
+_MOST_DRAFTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class ProfiledServer:
         timeout: float = 300.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        self._timeout = timeout
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         try:
             self._http = httpx.Client(
@@ -96,14 +100,15 @@ class ProfiledServer:
         Raises:
             ProblemsError: besides, `profile.no_drafter`: it does not speculate with EAGLE.
         """
-        status, info = self._json("GET", "/server_info")
+        status, info = self._json("GET", "/server_info", seconds=_FACTS_SECONDS)
         if status != 200 or not isinstance(info, dict) or "tp_size" not in info:
             message = f"is not an SGLang server: /server_info answers {status}"
             raise problem_error(self.url, "server.not_sglang", message, "give the address of SGLang's HTTP server")
         algorithm = info.get("speculative_algorithm")
         steps, tokens = info.get("speculative_num_steps"), info.get("speculative_num_draft_tokens")
-        if not str(algorithm).upper().startswith("EAGLE") or not isinstance(steps, int) or not isinstance(tokens, int):
-            message = f"does not speculate with EAGLE-3: speculative_algorithm is {algorithm!r}, steps {steps!r}"
+        if not str(algorithm).upper().startswith("EAGLE") or not _is_count(steps) or not _is_count(tokens):
+            said = f"speculative_algorithm is {algorithm!r}, steps {steps!r}, draft tokens {tokens!r}"
+            message = f"does not speculate with EAGLE-3: {said}"
             fix = "start it with --speculative-algorithm EAGLE3 and a drafter"
             raise problem_error(self.url, "profile.no_drafter", message, fix)
         replicas = 1 if info.get("enable_dp_attention") else _count(info, "dp_size")
@@ -157,11 +162,11 @@ class ProfiledServer:
             with self._http.stream("POST", "/generate", json=body) as reply:
                 if reply.status_code != 200:
                     reply.read()
-                    raise self._refused("/generate", reply.status_code, _loads(reply.text))
+                    raise self._refused("/generate", reply.status_code, json_of(reply.text))
                 for line in reply.iter_lines():
                     if stop is not None and stop.is_set():
                         return None
-                    part = _loads(line.removeprefix("data: ")) if line.startswith("data: {") else None
+                    part = json_of(line.removeprefix("data: ")) if line.startswith("data: {") else None
                     if not isinstance(part, dict):
                         continue
                     if "error" in part:
@@ -171,13 +176,14 @@ class ProfiledServer:
                         began = ended
                         if first is not None:
                             first.set()
-                    meta = part.get("meta_info") or meta
+                    found = part.get("meta_info")
+                    meta = found if isinstance(found, dict) else meta
         except httpx.HTTPError as error:
             raise self._silent(error) from None
         tokens, verifies = meta.get("completion_tokens"), meta.get("spec_verify_ct")
-        if began is None or ended is None or not isinstance(tokens, int):
+        if began is None or ended is None or type(tokens) is not int or tokens < 1:
             raise problem_error(self.url, "server.no_answer", "ended an answer without a token", "see the server's log")
-        if not isinstance(verifies, int):
+        if type(verifies) is not int or verifies < 0:
             if tokens > 1:
                 message = "does not say how many verifies an answer took (meta_info.spec_verify_ct)"
                 raise problem_error(self.url, "profile.no_verifies", message, "see whether it speculates at all")
@@ -204,14 +210,16 @@ class ProfiledServer:
         path: str,
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        seconds: float | None = None,
     ) -> tuple[int, Any]:
+        limit = self._timeout if seconds is None else min(seconds, self._timeout)
         try:
-            reply = self._http.request(method, path, json=body, headers=headers)
+            reply = fetch(self._http, method, path, limit, json=body, headers=headers, timeout=limit)
         except httpx.HTTPError as error:
             raise self._silent(error) from None
         if reply.status_code in (401, 403):
             raise problem_error(self.url, "server.refused", "wants an API key", "give it with --api-key")
-        return reply.status_code, _loads(reply.text)
+        return reply.status_code, json_of(reply.text)
 
     def _silent(self, error: httpx.HTTPError) -> Eagle3Error:
         down = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol)
@@ -226,11 +234,8 @@ class ProfiledServer:
         )
 
 
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= _MOST_DRAFTS
 
 
 def _count(info: Mapping[str, Any], key: str) -> int:

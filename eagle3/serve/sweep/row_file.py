@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from eagle3.errors import Problem, problem_error
-from eagle3.files import digest_json, read_json_object, write_json_atomic
+from eagle3.files import digest_json, first_fault, read_json_object, write_json_atomic
 from eagle3.serve.bench.facts import Facts
 from eagle3.serve.bench.prompts import Load
 from eagle3.serve.sweep.settings import Setting
@@ -30,6 +33,9 @@ class RowFile:
     facts: Facts
     seconds_to_ready: float
     warnings: tuple[str, ...]
+
+
+_ROW = TypeAdapter(RowFile)
 
 
 def row_key(setting: Setting, load: Load) -> str:
@@ -61,10 +67,12 @@ def read_row(path: Path) -> RowFile | None:
     try:
         if value.pop("format") != FORMAT or value.pop("format_version") != VERSION:
             raise ValueError("another format")
-        return RowFile(**{**value, "facts": Facts(**value["facts"]), "warnings": tuple(value["warnings"])})
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"is no row of a sweep: {type(error).__name__}: {error}"
-        raise problem_error(str(path), "sweep.output", message, "remove it; the row is measured again") from None
+        return _ROW.validate_json(json.dumps(value), strict=True)
+    except KeyError as error:
+        message = f"is no row of a sweep: it has no {error}"
+    except ValueError as error:
+        message = f"is no row of a sweep: {first_fault(error)}"
+    raise problem_error(str(path), "sweep.output", message, "remove it; the row is measured again")
 
 
 def changed_problem(path: Path) -> Problem:

@@ -137,6 +137,8 @@ def _run_row(one: _Work, cfg: SweepConfig, load: Load) -> None:
             if one.measured is not None and one.measured.lost:
                 one.measured.lost = _with_cause(one.measured.lost, server)
     except ProblemsError as error:
+        if any(item.kind.startswith("disk.") for item in error.problems):
+            raise  # of our own disk: every further server would be started for nothing
         one.failed = "; ".join(f"[{item.kind}] {item.message}" for item in error.problems)
         one.problems = list(error.problems)
         print(f"note: {one.setting.name} failed: {one.failed}", file=sys.stderr)

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import httpx
 
 from eagle3.errors import problem_error
+from eagle3.serve.fetch import fetch, json_of
 from eagle3.serve.launch.flags import FIRST_WITH_READY
 from eagle3.wiring.version import Version
 
 State = Literal["ready", "starting", "silent", "cannot_say"]
 _SECONDS = httpx.Timeout(10.0, connect=5.0)
+_WHOLE_SECONDS = 10.0
 _STARTING = (502, 503, 504)
 
 
@@ -67,10 +69,10 @@ class Endpoints:
         """
         for path in list(self._paths):
             try:
-                response = self._client.get(path)
+                response = fetch(self._client, "GET", path, _WHOLE_SECONDS)
             except httpx.TimeoutException:
                 return Answer("starting", path, f"{path} does not answer in time")
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 return Answer("silent", path, f"{self.url} is not reached yet: {_said(error)}")
             if response.status_code == 404:
                 self._paths.remove(path)
@@ -119,7 +121,7 @@ class Endpoints:
 
     def _get(self, path: str) -> httpx.Response | None:
         try:
-            return self._client.get(path)
+            return fetch(self._client, "GET", path, _WHOLE_SECONDS)
         except httpx.HTTPError:
             return None
 
@@ -127,10 +129,7 @@ class Endpoints:
 def _object(response: httpx.Response | None) -> dict[str, Any]:
     if response is None or response.status_code != 200:
         return {}
-    try:
-        value = response.json()
-    except ValueError:
-        return {}
+    value = json_of(response.text)
     return value if isinstance(value, dict) else {}
 
 

@@ -20,7 +20,7 @@ _PREFIX = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)((?: [A-Z]+\d+)*) ?\] ?
 _BAR = re.compile(r"(\d+)/(\d+) \[([\d:]+)<([\d:?]+)")
 _CAPTURE = re.compile(r"Capture (?P<what>.*?) ?(?:cuda|CUDA) graph (?P<end>begin|end)\b")
 _ACCESS = re.compile(r'(\S{1,100}):\d+ - "([A-Z]+) (\S+) HTTP/[\d.]+" (\d{3})')
-_TIMING = re.compile(r"(\w+)=([\d.]+)")
+_TIMING = re.compile(r"(\w+)=(\d+(?:\.\d*)?)")
 
 # What old and new releases call each capture: field of `Graphs`, or "prefill". The empty name is an old release's only
 # one, decode or verify.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO
 
 _CHUNK = 1 << 20
@@ -63,6 +64,8 @@ class LogFile:
 
     def _open(self) -> bool:
         try:
+            if not S_ISREG(self.path.stat().st_mode):
+                raise OSError("it is no file that grows (a folder, a pipe or a device)")
             self._file = self.path.open("rb")
         except FileNotFoundError:
             return False

@@ -204,7 +204,8 @@ class _Waiting:
             self.note = "the log is not there yet"
         elif self.log is None:
             dead = "without its log nobody can tell loading from dead"
-            self.note = f"{answer.note}; {dead}" if answer is not None and answer.state == "silent" else ""
+            said = "" if answer is None else answer.note
+            self.note = f"{said}; {dead}" if answer is not None and answer.state == "silent" else said
         elif self.note == "the log is not there yet":
             self.note = ""
 

@@ -9,6 +9,7 @@ import torch
 
 from eagle3.evaluate.walks import walk
 from eagle3.serve.bench.counters import SchedulerAcceptance, pooled_schedulers, read_counters
+from eagle3.serve.bench.facts import _in_flight, sglang_facts
 from eagle3.serve.bench.rounds import Rounds, SenselessError, pooled, rounds_of
 
 STEPS = 3
@@ -106,3 +107,22 @@ def test_fault_24_counters_of_all_schedulers_are_summed_and_earlier_traffic_is_t
     assert read_counters("").since(before) == read_counters("")
     vllm = read_counters("vllm:spec_decode_num_drafts_total 40\nvllm:spec_decode_num_accepted_tokens_total 100")
     assert vllm.rounds == Rounds(40, 140)
+
+
+@pytest.mark.parametrize("length", [1e-320, 0.5, float("inf")])
+def test_an_absurd_length_is_said_and_no_overflow(length: float) -> None:
+    with pytest.raises(SenselessError):
+        rounds_of({"spec_accept_length": length}, 17)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_a_counter_that_is_no_number_counts_nothing(value: str) -> None:
+    assert read_counters(f"sglang:num_requests_total {value}\nsglang:generation_tokens_total 3").requests is None
+
+
+def test_facts_of_other_types_or_absurd_say_nothing() -> None:
+    odd = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 10**9, "speculative_num_draft_tokens": -1}
+    found = sglang_facts({**odd, "speculative_eagle_topk": "1", "internal_states": 5})
+    assert found.speculates is True and (found.steps, found.topk, found.draft_tokens) == (None, None, None)
+    assert [_in_flight([row]) for row in ({"num_running_reqs": "1"}, {"num_reqs": -1}, {}, 3)] == [None] * 4
+    assert _in_flight({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]}) == 3

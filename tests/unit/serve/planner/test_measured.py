@@ -47,6 +47,8 @@ def test_points_baselines_and_batches_are_the_files(tmp_path: Path) -> None:
         ({"format": "eagle3-plan"}, "is no bench"),
         ({"points": []}, "no row of a server that worked"),
         ({"points": 3}, "no points"),
+        ({"points": [{"steps": 1, "batch": [], "tok_s": 1}]}, "no points"),
+        ({"baseline": [{"batch": "1", "tok_s": 1}, {"batch": 2, "tok_s": 1}]}, "no points"),
         ({"points": [{"steps": 0, "batch": 1, "tok_s": 1}], "baseline": []}, "points.0.steps"),
     ],
 )

@@ -216,6 +216,8 @@ def test_a_request_that_fails_ends_it(options: CaptureOptions) -> None:
         ({"speculative_algorithm": None}, "profile.no_drafter"),
         ({"speculative_algorithm": "NGRAM"}, "profile.no_drafter"),
         ({"speculative_num_steps": None}, "profile.no_drafter"),
+        ({"speculative_num_steps": 10**9}, "profile.no_drafter"),
+        ({"speculative_num_draft_tokens": -1}, "profile.no_drafter"),
     ],
 )
 def test_a_server_without_a_drafter_is_refused(options: CaptureOptions, change: dict[str, Any], kind: str) -> None:
@@ -232,3 +234,14 @@ def test_other_servers_are_refused(options: CaptureOptions) -> None:
     server = FakeSglang()
     server.verifies = None
     assert refused(server, options) == "profile.no_verifies"
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(options: CaptureOptions) -> None:
+    options.output.write_text("a file")
+    server = FakeSglang()
+    assert refused(server, options).startswith("disk.") and server.asked == []
+
+    options.output.unlink()
+    server.fails_at = 1
+    assert refused(server, options) == "server.refused"
+    assert list(options.output.iterdir()) == [], "no empty folder is left"

@@ -17,7 +17,7 @@ import yaml
 
 from eagle3.cli import main
 from eagle3.config import PlanConfig, SweepConfig, build_config, load_config
-from eagle3.errors import ProblemsError
+from eagle3.errors import ProblemsError, problem_error
 from eagle3.serve.bench import passes
 from eagle3.serve.launch import free_port, start_server
 from eagle3.serve.launch.ports import port_fault
@@ -238,3 +238,20 @@ def test_a_dry_run_prints_every_command(make: Make, tmp_path: Path, capsys: pyte
         main(["serve", "sweep", "--config", str(file), "--dry-run"])
     out, _ = capsys.readouterr()
     assert out.count("fake_launch.py") == 3 and "# 2 steps" in out and not (tmp_path / "starts").exists()
+
+
+def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sweep_run.write_row
+
+    def full(path: Path, row: sweep_run.RowFile) -> None:
+        raise problem_error(str(path), "disk.full", "cannot write", "free space there")
+
+    monkeypatch.setattr(sweep_run, "write_row", full)
+    with pytest.raises(ProblemsError, match=r"disk\.full"):
+        run_sweep(make(steps=[1]))
+    assert started(tmp_path) == [0], "no further server is started, and none is left"
+    monkeypatch.setattr(sweep_run, "write_row", real)
+    assert kinds(run_sweep(make(steps=[1]))) == []
+    assert started(tmp_path) == [0, 0, 1]
