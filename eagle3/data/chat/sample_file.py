@@ -7,6 +7,7 @@ a sample: where its record begins, and its counts.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from typing import Generic, TypeVar, overload
 import numpy
 
 from eagle3.data.chat.report import TokenSample
-from eagle3.files import existing_folder, explained_os_errors
+from eagle3.errors import problem_error
+from eagle3.files import existing_folder, explained_os_errors, size_text
 
 _BUFFER = 1 << 20
 Item = TypeVar("Item")
@@ -26,14 +28,17 @@ Value = TypeVar("Value")
 class SampleFile(Sequence[TokenSample]):
     """Samples in the order in which they were added; each is read again whenever it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, share: Callable[[], float | None] = lambda: None) -> None:
         """Args:
         folder: whose disk holds them; where it is not there yet, or may not be written to, one that is.
+        share: about which share of all samples was added, 0 to 1; None if that is not known. With it, room for all
+            of them is looked for before the first byte is written, and each time that the file has doubled.
         """
         found = existing_folder(folder)
         self._folder = found if os.access(found, os.W_OK) else Path(tempfile.gettempdir())
         with explained_os_errors(self._folder):
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (as long as the object)
+        self._share, self._look_again = share, 0
         self._waiting = bytearray()
         self._begins, self._end = array("Q"), 0
         self._id_bytes, self._tokens, self._supervised = array("I"), array("I"), array("I")
@@ -45,7 +50,7 @@ class SampleFile(Sequence[TokenSample]):
         """Appends it.
 
         Raises:
-            ProblemsError: kinds `disk.*`; the disk is full, for example.
+            ProblemsError: kind `chat.scratch`, the disk cannot hold them all; kinds `disk.*`, it is full, for example.
         """
         name = sample.id.encode()
         record = name + array("I", sample.input_ids).tobytes() + numpy.packbits(sample.loss_mask).tobytes()
@@ -87,11 +92,24 @@ class SampleFile(Sequence[TokenSample]):
         return (self[index] for index in range(len(self)))
 
     def _flush(self) -> None:
+        if self._waiting and self._end >= self._look_again:
+            self._look_again = 2 * self._end
+            self._check_room()
         with explained_os_errors(self._folder):
             rest = memoryview(bytes(self._waiting))
             while rest:
                 rest = rest[os.pwrite(self._file.fileno(), rest, self._end - len(rest)) :]
         self._waiting.clear()
+
+    def _check_room(self) -> None:
+        share, disk = self._share(), shutil.disk_usage(self._folder)
+        if not share or not disk.total:  # some file systems do not say what they have
+            return
+        whole = int(self._end / share)
+        if whole - self._end + len(self._waiting) > disk.free:
+            message = f"the scratch file of samples needs about {size_text(whole)}, {size_text(disk.free)} are free"
+            fix = "free space, name a folder on another disk in data.cache, or take fewer (data.limit, data.max_length)"
+            raise problem_error(str(self._folder), "chat.scratch", message, fix)
 
 
 class Each(Sequence[Value], Generic[Item, Value]):
