@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 
 from eagle3.config import ConversationsConfig
-from eagle3.data.chat import TokenSample, prepare_samples, prepare_stream, sample_file, workers
+from eagle3.data import scratch
+from eagle3.data.chat import TokenSample, prepare_samples, prepare_stream, workers
 from eagle3.data.chat.sample_file import Each, SampleFile, chosen
 from eagle3.data.conversations import Conversation, ConversationStream, load_conversations
 from eagle3.data.record_count import expected_records
@@ -66,7 +67,7 @@ def test_a_disk_that_will_be_full_is_found_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of the file went by when the buffer is full, so all of it needs three times as much."""
-    monkeypatch.setattr(sample_file, "_BUFFER", 3000)
+    monkeypatch.setattr(scratch, "_BUFFER", 3000)
     config = ConversationsConfig(path=str(write(tmp_path / "data.jsonl", 30)))
     sample = TokenSample("a", [1] * 73, [True] * 73)  # 303 bytes: ten of them fill the buffer
 
@@ -143,7 +144,7 @@ def peak(path: Path, cache: Path | None = None) -> int:
 
 def test_memory_does_not_grow_with_the_number_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of 240 tokens takes 4 kB of Python objects when it is rendered; what stays is a few digests."""
-    monkeypatch.setattr(sample_file, "_BUFFER", 1 << 14)
+    monkeypatch.setattr(scratch, "_BUFFER", 1 << 14)
     few, many = (peak(write(tmp_path / f"{count}.jsonl", count)) for count in (500, 3500))
     assert many - few < 400 * 3000
 
