@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from eagle3.target import answer_file
 from eagle3.target.answer_file import AnswerFile, Line
 from eagle3.target.dialogue import Dialogue, Prompt
 from eagle3.target.dialogue_file import DialogueFile
+from tests.kills import Deadly
 
 COUNT, LENGTH = 100, 20_000
 
@@ -83,6 +86,36 @@ def test_an_answer_that_is_no_longer_whole_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl.settings.json").write_text("{}")
     with pytest.raises(ProblemsError, match=r"regenerate\.damaged.*out\.jsonl:2"):
         AnswerFile(tmp_path / "out.jsonl", {})
+
+
+def test_a_kill_while_the_file_is_finished_loses_no_answer(tmp_path: Path) -> None:
+    """At every call to the file system in turn; some answers go to the spare file, some come from it."""
+    begun = tmp_path / "begun"
+    with AnswerFile(begun / "out.jsonl", {}) as output:
+        output.append([answer(1), answer(2)])
+        output.finish([answer(1)])
+    with AnswerFile(begun / "out.jsonl", {}) as output:
+        output.append([answer(3)])
+    for call in range(1, 100):
+        folder = shutil.copytree(begun, tmp_path / str(call))
+        if not (child := os.fork()):
+            with AnswerFile(folder / "out.jsonl", {}) as output:
+                Deadly(call).install()
+                output.finish([answer(3), answer(2)])
+            os._exit(0)
+        ended = os.waitpid(child, 0)[1]
+        with AnswerFile(folder / "out.jsonl", {}) as output:
+            assert [output.find(f"c{number}", f"d{number}") for number in (1, 2, 3)] == [
+                answer(1),
+                answer(2),
+                answer(3),
+            ]
+            output.finish([answer(3), answer(2)])
+        ids = [json.loads(line)["id"] for line in (folder / "out.jsonl").read_text().splitlines()]
+        assert ids == ["c3", "c2"] and len(list(folder.iterdir())) == 3
+        if not ended:
+            break
+    assert call > 8 and ended == 0
 
 
 def test_dialogues_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
