@@ -16,6 +16,7 @@ from eagle3.data.formats.alpaca import read_alpaca, read_prompt, read_turns
 from eagle3.data.formats.detect import Claim, choose, family
 from eagle3.data.formats.messages import read_messages
 from eagle3.data.formats.sharegpt import read_sharegpt
+from eagle3.data.record_count import expected_records
 from eagle3.data.records import FIX, read_records
 from eagle3.errors import Problem, problem_error, raise_problems
 from eagle3.files import digest_json
@@ -69,11 +70,18 @@ class ConversationStream:
 
     Attributes:
         dropped: the records that were left out so far, by reason and source.
+        seen: records that went by so far, those left out among them.
     """
 
     def __init__(self, cfg: ConversationsConfig) -> None:
         self._cfg = cfg
         self.dropped = Drops()
+        self.seen = 0
+
+    def share(self) -> float | None:
+        """About which share of the records went by; None where their number is not known."""
+        expected = expected_records(self._cfg)
+        return None if expected is None else self.seen / max(expected, self.seen, 1)
 
     def __iter__(self) -> Iterator[Conversation]:
         """Where a bad record is an error (without `skip_bad`), no conversation comes after the first one.
@@ -85,6 +93,7 @@ class ConversationStream:
         cfg, formats, places, found_any = self._cfg, _Formats(), _Places(), False
         problems: list[Problem] = []
         for where, record in read_records(cfg):
+            self.seen += 1
             found = [record] if isinstance(record, Problem) else _conversation(record, where, cfg.format, formats)
             if isinstance(found, Conversation) and (earlier := places.add(found.id, where)):
                 found = [Problem(where, "conversations.duplicate_id", f"id {found.id!r} is that of {earlier} too", FIX)]

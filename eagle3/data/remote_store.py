@@ -291,7 +291,7 @@ class RemoteStoreReader(StoreReader):
             return check_stored_fingerprint(self.folder, value, self.contract)
         with self.held(index):
             info = self.samples[index]
-            value["shards"] = [{"file": self._places[index].file, "samples": [vars(info)]}]
+            value["shards"] = [{"file": self._places[index].file, "samples": [dataclasses.asdict(info)]}]
             found = check_stored_fingerprint(self.folder, value, self.contract)
         return self._elsewhere(found)
 

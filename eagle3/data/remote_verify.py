@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -144,7 +144,7 @@ def wiring_view(url: str, cache: CacheSection | None) -> Iterator[Path]:
     known = reader.fingerprint  # a store of version 1 has none
     index = next((at for at, info in enumerate(reader.samples) if known is None or info.id == known.sample), 0)
     shown = reader.place(index).file
-    listed = {"file": shown, "samples": [vars(reader.samples[index])]}
+    listed = {"file": shown, "samples": [asdict(reader.samples[index])]}
     manifest = {**load_manifest(reader.folder).to_dict(), "shards": [listed]}
     with reader.held(index), tempfile.TemporaryDirectory() as view:
         (Path(view) / shown).symlink_to(reader.folder / shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _RESTORE = "restore the folder from a copy, or extract again into an empty folder"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampleInfo:
     """One sample as the manifest lists it: its id, length and supervised positions (both in tokens), and where its
     prompt comes from, if that is known."""
@@ -45,7 +46,8 @@ class SampleInfo:
     source: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "source" or value is not None}
+        known = {"id": self.id, "tokens": self.tokens, "supervised": self.supervised}
+        return known if self.source is None else {**known, "source": self.source}
 
 
 @dataclass(frozen=True)
@@ -310,5 +312,13 @@ def _check_repeats(shards: tuple[ShardInfo, ...], where: str) -> list[Problem]:
 
 
 def _shard(value: dict[str, Any]) -> ShardInfo:
-    samples = tuple(SampleInfo(**sample) for sample in value["samples"])
+    samples = tuple(
+        SampleInfo(item["id"], item["tokens"], item["supervised"], _shared(item.get("source")))
+        for item in value["samples"]
+    )
     return ShardInfo(value["file"], value["bytes"], value["sha256"], samples)
+
+
+def _shared(source: str | None) -> str | None:
+    """One text for all samples of a source, in place of one each."""
+    return None if source is None else sys.intern(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -100,31 +100,45 @@ def text_for_history(text: str) -> str:
 
 def make_dialogues(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     template_kwargs: Mapping[str, Any] | None = None,
     turns: Turns = "last",
 ) -> tuple[list[tuple[Dialogue, Prompt]], list[Problem]]:
     """Each conversation with the prompt of its first turn, and what is wrong with those that have none."""
-    template_digest(tokenizer)  # no template is one problem, and not one for each conversation
-    renderer = Renderer(tokenizer, template_kwargs)
     made: list[tuple[Dialogue, Prompt]] = []
     problems: list[Problem] = []
+    for found in each_dialogue(tokenizer, conversations, template_kwargs, turns):
+        if isinstance(found, list):
+            problems += found
+        else:
+            made.append(found)
+    return made, problems + _repeated(made)
+
+
+def each_dialogue(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterable[Conversation],
+    template_kwargs: Mapping[str, Any] | None = None,
+    turns: Turns = "last",
+) -> Iterator[tuple[Dialogue, Prompt] | list[Problem]]:
+    """As `make_dialogues`, one after the other; names that are there twice are not looked for."""
+    template_digest(tokenizer)  # no template is one problem, and not one for each conversation
+    renderer = Renderer(tokenizer, template_kwargs)
     for conversation in conversations:
         dialogue = Dialogue(conversation, turns)
         if not dialogue.left:
-            problems.append(Problem(conversation.id, "chat.assistant_first", "has an answer but no prompt", _FIX))
+            yield [Problem(conversation.id, "chat.assistant_first", "has an answer but no prompt", _FIX)]
             continue
         if turns == "last" and len(dialogue.messages) > len(conversation.messages):
             message = (
                 "is a list of turns, of which only the last one would be answered, behind answers that are not there"
             )
-            problems.append(Problem(conversation.id, "regenerate.turns", message, "pass turns=all"))
+            yield [Problem(conversation.id, "regenerate.turns", message, "pass turns=all")]
             continue
         try:
-            made.append((dialogue, dialogue.prompt(renderer)))
+            yield dialogue, dialogue.prompt(renderer)
         except ProblemsError as error:
-            problems += (Problem(conversation.id, item.kind, item.message, item.fix) for item in error.problems)
-    return made, problems + _repeated(made)
+            yield [Problem(conversation.id, item.kind, item.message, item.fix) for item in error.problems]
 
 
 def _repeated(made: Sequence[tuple[Dialogue, Prompt]]) -> list[Problem]:

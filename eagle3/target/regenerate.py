@@ -7,7 +7,7 @@ in this process, or on servers (`answer_servers/`).
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,18 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eagle3.config import RegenerateConfig
 from eagle3.data.chat import load_tokenizer
 from eagle3.data.chat.render import Renderer
-from eagle3.data.conversations import load_conversations
-from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, EXIT_STOPPED, problem_error, raise_problems
+from eagle3.data.conversations import ConversationStream
+from eagle3.errors import EXIT_OK, EXIT_PROBLEMS, EXIT_STOPPED, Problem, problem_error, raise_problems
 from eagle3.files import digest_json, refuse_url
 from eagle3.progress import progress
 from eagle3.target.answer_file import AnswerFile, Line
 from eagle3.target.answer_servers.run import answer_from_servers
-from eagle3.target.dialogue import Prompt, make_dialogues
+from eagle3.target.dialogue import Prompt, each_dialogue, make_dialogues
+from eagle3.target.dialogue_file import DialogueFile
 from eagle3.target.engines.transformers import load_model
 from eagle3.target.generate import Generated, eos_ids, generate, prompt_seed
 from eagle3.target.identity import target_identity
 from eagle3.target.regenerate_plan import RegeneratePlan, make_plan
-from eagle3.target.regenerate_session import Session, answer_tokens
+from eagle3.target.regenerate_session import Session
 from eagle3.target.resolve import TargetFiles, find_target
 
 _OWN_WEIGHTS = ("weights", "dtype")
@@ -127,10 +128,10 @@ def run_regenerate(cfg: RegenerateConfig) -> RegenerateReport:
                     servers = answer_from_servers(session, files, cfg.server)
         finally:
             failures = session.write_failures()
-        lines = session.lines()
-        if not session.interrupted and (lines or not session.failures):
-            session.output.finish(lines)
-    return _report(session, lines, servers, skipped, failures)
+        places = session.places()
+        if not session.interrupted and (places or not session.failures):
+            session.output.finish_places(places)
+        return _report(session, places, servers, skipped, failures)
 
 
 def plan_regenerate(cfg: RegenerateConfig) -> RegeneratePlan:
@@ -181,17 +182,35 @@ def iter_answers(
         temperature, top_p, top_k, seed: see `generate`.
         done: ids of prompts that have their answer already.
     """
-    stop_ids = eos_ids(model)
-    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index].input_ids), index))
-    for begin in range(0, len(order), batch_size):
-        batch = [prompts[index] for index in order[begin : begin + batch_size]]
+    stop_ids, sampling = eos_ids(model), (temperature, top_p, top_k, seed)
+    for numbers in _batches([len(prompt.input_ids) for prompt in prompts], batch_size):
+        batch = [prompts[number] for number in numbers]
         if all(prompt.id in done for prompt in batch):
             continue
-        rows = [prompt.input_ids for prompt in batch]
-        limits = [min(max_new_tokens, context_length - len(row)) for row in rows]
-        seeds = [prompt_seed(seed, prompt.id) for prompt in batch]
-        answers = generate(model, rows, limits, stop_ids, temperature, seeds, top_p, top_k)
+        answers = _answer(model, batch, stop_ids, max_new_tokens, context_length, sampling)
         yield [pair for pair in zip(batch, answers, strict=True) if pair[0].id not in done]
+
+
+def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Numbers of the prompts that are answered together, which are of similar length."""
+    order = sorted(range(len(lengths)), key=lambda number: (lengths[number], number))
+    return (order[begin : begin + size] for begin in range(0, len(order), size))
+
+
+def _answer(
+    model: PreTrainedModel,
+    batch: Sequence[Prompt],
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    context_length: int,
+    sampling: tuple[float, float, int | None, int],
+) -> list[Generated]:
+    """`sampling` is temperature, top_p, top_k and seed."""
+    temperature, top_p, top_k, seed = sampling
+    rows = [prompt.input_ids for prompt in batch]
+    limits = [min(max_new_tokens, context_length - len(row)) for row in rows]
+    seeds = [prompt_seed(seed, prompt.id) for prompt in batch]
+    return generate(model, rows, limits, stop_ids, temperature, seeds, top_p, top_k)
 
 
 @contextmanager
@@ -200,25 +219,25 @@ def _opened(cfg: RegenerateConfig) -> Iterator[tuple[Session, TargetFiles, Mappi
     refuse_url(cfg.output, "the answers", "write to a local file")
     files = find_target(cfg.target, weights=cfg.server is None)
     tokenizer = load_tokenizer(str(files.folder), trust_remote_code=cfg.target.trust_remote_code)
-    conversations, skipped = load_conversations(cfg.data)
-    dialogues, problems = make_dialogues(tokenizer, conversations, cfg.data.chat_template_kwargs, cfg.turns)
+    longest = min(cfg.data.max_length, files.facts.context_length - 1)
+    conversations = ConversationStream(cfg.data)
+    dialogues = DialogueFile(Path(cfg.data.cache or Path(cfg.output).parent), longest, conversations.share)
+    problems: list[Problem] = []
+    for found in each_dialogue(tokenizer, conversations, cfg.data.chat_template_kwargs, cfg.turns):
+        problems += found if isinstance(found, list) else dialogues.add(*found)
     if not cfg.data.skip_bad:
         raise_problems(problems, f"{len({item.where for item in problems})} prompts cannot be rendered")
+    skipped = conversations.dropped
     for reason in {item.where: item.kind for item in reversed(problems)}.values():  # the first of each prompt's
         skipped.add(reason, None)
-    repeated = {item.where for item in problems if item.kind == "chat.duplicate_id"}
-    dialogues = [pair for pair in dialogues if pair[0].conversation.id not in repeated]
-    longest = min(cfg.data.max_length, files.facts.context_length - 1)
-    fitting = [(dialogue, prompt) for dialogue, prompt in dialogues if len(prompt.input_ids) <= longest]
-    if not fitting:
+    if not any(True for _ in dialogues.asked()):
         message = f"every prompt has more than {longest} tokens"
         raise problem_error(cfg.data.path, "regenerate.too_long", message, "raise data.max_length")
-    names = [name for dialogue, _ in fitting for name in dialogue.names]
-    too_long = sum(len(dialogue.names) for dialogue, _ in dialogues) - len(names)
     renderer = Renderer(tokenizer, cfg.data.chat_template_kwargs)
     settings = _settings(cfg, files, tokenizer)
-    with AnswerFile(Path(cfg.output), settings, names, lambda line: _digest_of(renderer, line)) as output:
-        session = Session(cfg, tokenizer, output, fitting, longest, files.facts.context_length, too_long=too_long)
+    with AnswerFile(Path(cfg.output), settings, dialogues, lambda line: _digest_of(renderer, line)) as output:
+        context, too_long = files.facts.context_length, dialogues.too_long
+        session = Session(cfg, tokenizer, output, dialogues, longest, context, too_long=too_long)
         yield session, files, skipped.by_reason()
 
 
@@ -226,30 +245,25 @@ def _answer_here(session: Session, files: TargetFiles) -> None:
     """All that waits, from the target in this process: first turns, then second ones, and so on."""
     cfg, begun = session.cfg, 0
     model = load_model(files, cfg.target)
+    stop_ids, sampling = eos_ids(model), (cfg.temperature, cfg.top_p, cfg.top_k, cfg.seed)
     with progress("regenerate", session.missing, "answers") as advance:
         while session.waiting:
-            indices = sorted(session.prompts[begun])
-            round_prompts = [session.prompts[begun][index] for index in indices]
-            index_of = {prompt.id: index for prompt, index in zip(round_prompts, indices, strict=True)}
-            waits = {prompt.id for index, prompt in session.waiting.items() if index in session.prompts[begun]}
-            batches = iter_answers(
-                model,
-                round_prompts,
-                max_new_tokens=cfg.max_new_tokens,
-                batch_size=cfg.batch_size,
-                context_length=session.context_length,
-                temperature=cfg.temperature,
-                top_p=cfg.top_p,
-                top_k=cfg.top_k,
-                seed=cfg.seed,
-                done=frozenset(index_of.keys() - waits),
-            )
-            for answers in batches:
-                lines = [session.line(prompt, answer) for prompt, answer in answers]
-                session.output.append(lines)
-                for line in lines:
-                    session.took(index_of[line["id"]], line)
-                advance(len(answers), f"{session.spent.answer_tokens:,} tokens")
+            asked = session.prompts[begun]
+            indices = array("Q", sorted(asked))
+            lengths = array("Q", (session.dialogues.prompt_tokens(asked[index]) for index in indices))
+            for places in _batches(lengths, cfg.batch_size):
+                numbers = [indices[place] for place in places]
+                waits = {index for index in numbers if session.waiting.get(index) == asked[index]}
+                if not waits:
+                    continue
+                batch = [session.dialogues.prompt(asked[index]) for index in numbers]
+                answers = _answer(model, batch, stop_ids, cfg.max_new_tokens, session.context_length, sampling)
+                made = zip(numbers, batch, answers, strict=True)
+                lines = {index: session.line(prompt, answer) for index, prompt, answer in made if index in waits}
+                session.output.append(list(lines.values()))
+                for index, line in lines.items():
+                    session.took(index, line)
+                advance(len(lines), f"{session.spent.answer_tokens:,} tokens")
             begun += 1
 
 
@@ -264,18 +278,17 @@ def _digest_of(renderer: Renderer, line: Line) -> str:
 
 
 def _report(
-    session: Session, lines: Sequence[Line], servers: list[str], skipped: Mapping[str, int], failures: Path
+    session: Session, places: Sequence[int], servers: list[str], skipped: Mapping[str, int], failures: Path
 ) -> RegenerateReport:
-    finish = Counter(line["finish"] for line in lines)
     return RegenerateReport(
         output=session.cfg.output,
-        answers=len(lines),
+        answers=len(places),
         generated=session.spent.answers,
-        tokens=sum(map(answer_tokens, lines)),
-        stopped=finish["stop"],
+        tokens=sum(map(session.output.tokens, places)),
+        stopped=sum(map(session.output.stopped, places)),
         too_long=session.too_long,
         skipped=skipped,
-        dropped=len(session.chosen) - len(lines),
+        dropped=sum(map(bool, session.chosen)) - len(places),
         after_cut=session.after_cut,
         failed=len(session.failures),
         failures=str(failures),

@@ -40,11 +40,15 @@ class RegeneratePlan:
 def make_plan(session: Session) -> RegeneratePlan:
     """Counts what waits."""
     first = later = answers = 0
-    for index, prompt in session.waiting.items():
-        first += len(prompt.input_ids)
-        answers += session.limit(prompt)
-        dialogue = session.dialogues[index][0]
-        for ahead in range(1, len(dialogue.left)):
+    for index, number in session.waiting.items():
+        tokens = session.dialogues.prompt_tokens(number)
+        first += tokens
+        answers += session.limit(tokens)
+        turns = session.left(index)
+        if turns == 1:
+            continue
+        dialogue = session.dialogues[index]
+        for ahead in range(1, turns):
             try:
                 following = dialogue.prompt(session.renderer, ahead)
             except ProblemsError:  # an old answer that cannot be rendered; its place will have a new one
@@ -53,6 +57,6 @@ def make_plan(session: Session) -> RegeneratePlan:
             if len(following.input_ids) > session.longest:
                 break
             later += len(following.input_ids)
-            answers += session.limit(following)
+            answers += session.limit(len(following.input_ids))
     cost = session.cost(Spent(0, first + later, answers))
-    return RegeneratePlan(session.missing, len(session.chosen), first, later, answers, cost)
+    return RegeneratePlan(session.missing, sum(map(bool, session.chosen)), first, later, answers, cost)

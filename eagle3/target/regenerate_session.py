@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from eagle3.config import RegenerateConfig
 from eagle3.data.chat.render import Renderer
 from eagle3.errors import ProblemsError
 from eagle3.files import write_text_atomic
-from eagle3.target.answer_file import AnswerFile, Line
-from eagle3.target.dialogue import Dialogue, Prompt
+from eagle3.target.answer_file import AnswerFile, Line, answer_tokens
+from eagle3.target.dialogue import Prompt
+from eagle3.target.dialogue_file import DialogueFile
 from eagle3.target.generate import Generated
 
 
@@ -46,10 +48,11 @@ class Session:
     """What a run has and what it lacks.
 
     Attributes:
+        dialogues: those that are asked, and others.
         longest: most tokens of a prompt.
-        dialogues: each with the prompt of its first turn, which is not too long.
-        chosen: answers by id, those of earlier runs included.
-        prompts: by turn (first, second ...) and dialogue, as far as they are known.
+        chosen: of each answer (`DialogueFile.answers`) 1 + its place in the output, those of earlier runs included; 0
+            if it is not there.
+        prompts: numbers of prompts by turn (first, second ...) and dialogue, as far as they are known.
         waiting: of them, those without an answer.
         too_long, after_cut: turns that are not asked: their prompt is too long, or an earlier answer was cut off.
         interrupted: the run was asked to stop.
@@ -58,12 +61,12 @@ class Session:
     cfg: RegenerateConfig
     tokenizer: PreTrainedTokenizerBase
     output: AnswerFile
-    dialogues: Sequence[tuple[Dialogue, Prompt]]
+    dialogues: DialogueFile
     longest: int
     context_length: int
-    chosen: dict[str, Line] = field(default_factory=dict)
-    prompts: dict[int, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
-    waiting: dict[int, Prompt] = field(default_factory=dict)
+    chosen: array[int] = field(default_factory=lambda: array("Q"))
+    prompts: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    waiting: dict[int, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     too_long: int = 0
     after_cut: int = 0
@@ -72,17 +75,26 @@ class Session:
 
     def __post_init__(self) -> None:
         self.renderer = Renderer(self.tokenizer, self.cfg.data.chat_template_kwargs)
-        for index, (_, prompt) in enumerate(self.dialogues):
-            self._next(index, prompt)
+        self.chosen = array("Q", bytes(8 * self.dialogues.answer_count))
+        for index in self.dialogues.asked():
+            self._next(index, self.dialogues.first_prompt(index))
 
     @property
     def missing(self) -> int:
         """Answers to be made, later turns of the waiting conversations included."""
-        return sum(len(self.dialogues[index][0].left) for index in self.waiting)
+        return sum(map(self.left, self.waiting))
 
-    def limit(self, prompt: Prompt) -> int:
-        """Most tokens of its answer."""
-        return min(self.cfg.max_new_tokens, self.context_length - len(prompt.input_ids))
+    def left(self, index: int) -> int:
+        """Answers that a dialogue lacks."""
+        return sum(not self.chosen[number] for number in self.dialogues.answers(index))
+
+    def prompt(self, index: int) -> Prompt | None:
+        """The prompt of a dialogue that waits for its answer."""
+        return self.dialogues.prompt(self.waiting[index]) if index in self.waiting else None
+
+    def limit(self, prompt_tokens: int) -> int:
+        """Most tokens of the answer to a prompt of so many."""
+        return min(self.cfg.max_new_tokens, self.context_length - prompt_tokens)
 
     def line(self, prompt: Prompt, answer: Generated) -> Line:
         """A line of the output, of an answer whose tokens are known."""
@@ -92,16 +104,16 @@ class Session:
     def took(self, index: int, line: Line) -> None:
         """Takes a new answer of a dialogue; `waiting` has its next prompt then, if there is one."""
         self.spent.answers += 1
-        self.spent.prompt_tokens += len(self.waiting[index].input_ids)
+        self.spent.prompt_tokens += self.dialogues.prompt_tokens(self.waiting[index])
         self.spent.answer_tokens += answer_tokens(line)
         prompt = self._accept(index, line)
         if prompt is not None:
-            self._next(index, prompt)
+            self._next(index, self.dialogues.put_prompt(prompt))
 
     def failed(self, index: int, reason: str) -> None:
         """Gives up the prompt that waits, and with it the later turns."""
         del self.waiting[index]
-        name, *later = self.dialogues[index][0].left
+        name, *later = self.dialogues[index].left
         self.failures.append(Failure(name, reason))
         self.failures += [Failure(item, f"comes after {name}, which failed") for item in later]
 
@@ -112,11 +124,10 @@ class Session:
             return None
         return (spent.prompt_tokens * price.input + spent.answer_tokens * price.output) / 1e6
 
-    def lines(self) -> list[Line]:
-        """The answers of the output, in the order of the conversations."""
-        names = (name for dialogue, _ in self.dialogues for name in dialogue.names)
-        lines = [self.chosen[name] for name in names if name in self.chosen]
-        return [line for line in lines if self.cfg.cut_off == "mark" or line["finish"] == "stop"]
+    def places(self) -> Sequence[int]:
+        """Where the answers of the output are, in the order of the conversations."""
+        marks, stopped = self.cfg.cut_off == "mark", self.output.stopped
+        return array("Q", (place - 1 for place in self.chosen if place and (marks or stopped(place - 1))))
 
     def write_failures(self) -> Path:
         """Lists what failed beside the output; without failures there is no list."""
@@ -128,29 +139,33 @@ class Session:
             path.unlink(missing_ok=True)
         return path
 
-    def _next(self, index: int, prompt: Prompt) -> None:
+    def _next(self, index: int, number: int) -> None:
         """Goes on with the answers that are there, up to a prompt that has none."""
-        dialogue = self.dialogues[index][0]
-        after: Prompt | None = prompt
-        while after is not None:
-            self.prompts[len(dialogue.names) - len(dialogue.left)][index] = after
-            line = self.output.find(after.id, after.digest)
+        while True:
+            self.prompts[len(self.dialogues.answers(index)) - self.left(index)][index] = number
+            prompt = self.dialogues.prompt(number)
+            line = self.output.find(prompt.id, prompt.digest)
             if line is None:
-                self.waiting[index] = after
+                self.waiting[index] = number
                 return
-            after = self._accept(index, line)
+            following = self._accept(index, line)
+            if following is None:
+                return
+            number = self.dialogues.put_prompt(following)
 
     def _accept(self, index: int, line: Line) -> Prompt | None:
         """Puts an answer in its place; returns the prompt of the next turn, if it is to be asked."""
-        dialogue = self.dialogues[index][0]
         self.waiting.pop(index, None)
-        self.chosen[line["id"]] = line
+        numbers = self.dialogues.answers(index)
+        self.chosen[numbers[-self.left(index)]] = 1 + self.output.expect(line)
+        if not (left := self.left(index)):
+            return None
+        dialogue = self.dialogues[index]
         if line["finish"] == "length":
-            self.after_cut += len(dialogue.left) - 1
+            self.after_cut += left
             return None
         dialogue.answer(line["messages"][-1]["content"])
-        if not dialogue.left:
-            return None
+        self.dialogues[index] = dialogue
         try:
             prompt = dialogue.prompt(self.renderer)
         except ProblemsError as error:
@@ -179,8 +194,3 @@ def answer_line(prompt: Prompt, text: str, finish: Literal["stop", "length"], **
         **tokens,
     }
     return line if conversation.tools is None else {**line, "tools": conversation.tools}
-
-
-def answer_tokens(line: Line) -> int:
-    """How many tokens an answer has."""
-    return len(line["answer_ids"]) if "answer_ids" in line else int(line.get("answer_tokens", 0))

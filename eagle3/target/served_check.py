@@ -24,7 +24,6 @@ from eagle3.target.capture import Capture
 from eagle3.target.engines.sglang import SglangEngine
 from eagle3.target.engines.sglang_client import Answer
 from eagle3.target.engines.transformers import TransformersEngine
-from eagle3.target.selfcheck import pick_samples
 from eagle3.wiring.contract import WiringContract
 from eagle3.wiring.diagnosis import POST_NORM, Boundary, Measured, allowed_error, diagnose
 from eagle3.wiring.fingerprint import coarsest_type, measure
@@ -46,14 +45,14 @@ def check_served(
     start: str,
     local: TransformersEngine | None,
 ) -> None:
-    """Asks for a few samples (cut to their first tokens) and compares.
+    """Asks for these samples (cut to their first tokens) and compares.
 
     Args:
         engine: that will capture.
         contract: of the store.
         dtype: that the target is said to compute in.
         head: as it will be recorded.
-        samples: token ids of all samples, by name.
+        samples: token ids of a few samples (`pick_samples`), by name.
         start: how to start a server that is right, for errors.
         local: the target itself in this process, if it is at hand.
 
@@ -61,9 +60,7 @@ def check_served(
         ProblemsError: kinds `server.dtype`, `server.logits` and `probe.*`, everything that is found; and as
             `SglangEngine.capture`.
     """
-    names = list(samples)
-    chosen = [names[index] for index in pick_samples([len(samples[name]) for name in names])]
-    batch = [samples[name][:_TOKENS] for name in chosen]
+    batch = [tokens[:_TOKENS] for tokens in samples.values()]
     vocab_size = contract.vocab_size
     answers = [
         engine.client.hidden_states(tokens, vocab_size, return_logprob=True, logprob_start_len=0) for tokens in batch
@@ -75,7 +72,7 @@ def check_served(
     if local is not None:
         allowed = allowed_error(dtype, dtype)
         states = target_states(local, batch)
-        measured = [_measured(*item, contract.wiring, allowed) for item in zip(chosen, captures, states, strict=True)]
+        measured = [_measured(*item, contract.wiring, allowed) for item in zip(samples, captures, states, strict=True)]
         verdicts = diagnose(measured, allowed)
         fixes = {**dict.fromkeys(SENTENCES, start), **dict.fromkeys(("other_weights", "other_target"), _WEIGHTS_FIX)}
         problems += ProbeReport(engine.client.url, verdicts, contract.num_hidden_layers, fixes).problems

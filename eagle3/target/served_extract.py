@@ -22,6 +22,7 @@ from eagle3.target.engines.sglang_server import Served, check_last_states_server
 from eagle3.target.engines.transformers import TransformersEngine, load_model
 from eagle3.target.head_tensors import has_all_weights, read_head_tensors
 from eagle3.target.plan import ExtractPlan
+from eagle3.target.selfcheck import pick_samples
 from eagle3.target.served_check import check_served
 from eagle3.target.write import Done, Write
 
@@ -45,7 +46,8 @@ def extract_served(plan: ExtractPlan, write: Write[Done]) -> Done:
         if not served.layers_known and local is None:
             message = "does not say which layers it captures, and the target's weights are not here to find out"
             raise problem_error(engine.client.url, "server.layers_unknown", message, served.start)
-        samples = {sample.id: sample.input_ids for sample in plan.samples}
+        few = [plan.samples[index] for index in pick_samples([tokens for _, tokens in plan.sample_tokens])]
+        samples = {sample.id: sample.input_ids for sample in few}
         check_served(engine, contract, cfg.target.dtype, head, samples, served.start, local)
         other_states = None if local is None else local.neighbours
         told = {"server": served.recorded}

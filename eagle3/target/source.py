@@ -44,30 +44,48 @@ class Source(Prepared):
     samples: Sequence[TokenSample]
 
 
+class GoneBy:
+    """How much of a source went by.
+
+    Attributes:
+        share: asks, 0 to 1; None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.share: Callable[[], float | None] = lambda: None
+
+
 def read_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> Source:
     """The samples of `cfg.from_store` if it is given, else those of `cfg.data`.
 
     They lie in a scratch file without a name, on the disk of `cfg.data.cache` or else of `cfg.output`.
 
     Raises:
-        ProblemsError: as `stream_source`; the disk is full.
+        ProblemsError: as `stream_source`; the disk is full, or will not hold them (kind `chat.scratch`).
     """
     cache = None if cfg.data is None else cfg.data.cache
-    samples = SampleFile(Path(cache or cfg.output))
-    found = stream_source(cfg, tokenizer, samples.add)
+    gone_by = GoneBy()
+    samples = SampleFile(Path(cache or cfg.output), lambda: gone_by.share())
+    found = stream_source(cfg, tokenizer, samples.add, gone_by)
     return Source(found.prepared, found.settings, found.skip_bad, samples)
 
 
-def stream_source(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> Prepared:
+def stream_source(
+    cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep, gone_by: GoneBy | None = None
+) -> Prepared:
     """Hands the samples of `cfg` to `keep`, one after the other.
+
+    Args:
+        gone_by: knows at each sample how far it is.
 
     Raises:
         ProblemsError: they cannot be used, or are another tokenizer's.
     """
+    gone_by = gone_by or GoneBy()
     if cfg.from_store is not None:
-        return _from_store(cfg, tokenizer, keep)
+        return _from_store(cfg, tokenizer, keep, gone_by)
     assert cfg.data is not None
-    return _from_conversations(cfg.data, tokenizer, keep)
+    return _from_conversations(cfg.data, tokenizer, keep, gone_by)
 
 
 def check_data(cfg: ExtractConfig) -> PrepareReport:
@@ -81,8 +99,11 @@ def check_data(cfg: ExtractConfig) -> PrepareReport:
     return stream_source(cfg, tokenizer, lambda sample: None).prepared
 
 
-def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> Prepared:
+def _from_conversations(
+    data: ConversationsConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep, gone_by: GoneBy
+) -> Prepared:
     conversations, digest = ConversationStream(data), ConversationsDigest()
+    gone_by.share = conversations.share
     prepared = prepare_stream(
         tokenizer,
         digest.passing(conversations),
@@ -105,7 +126,7 @@ def _from_conversations(data: ConversationsConfig, tokenizer: PreTrainedTokenize
     return Prepared(prepared, settings, data.skip_bad)
 
 
-def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> Prepared:
+def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase, keep: Keep, gone_by: GoneBy) -> Prepared:
     assert cfg.from_store is not None
     if not is_url(cfg.from_store) and Path(cfg.from_store).resolve() == Path(cfg.output).resolve():
         message = "is the store to extract from and the output: a store is never changed in place"
@@ -115,15 +136,16 @@ def _from_store(cfg: ExtractConfig, tokenizer: PreTrainedTokenizerBase, keep: Ke
         message = "its token ids are those of another tokenizer than the target's"
         fix = "extract from the conversations, or give the target that the store was made for"
         raise_problems([Problem(cfg.from_store, "extract.other_tokenizer", message, fix)])
-    digest = hashlib.sha256()
+    digest, read, tokens = hashlib.sha256(), 0, sum(info.tokens for info in reader.samples)
+    gone_by.share = lambda: read / tokens
     with reader.ahead([[index] for index in range(len(reader))], tokens_only=True) as done:
         for index, info in enumerate(reader.samples):
             input_ids, loss_mask = reader.read_tokens(index)
+            read += info.tokens
             keep(TokenSample(info.id, input_ids.tolist(), loss_mask.tolist(), info.source))
             digest.update(f"{info.id}\0{info.tokens}\0".encode())
             digest.update(input_ids.contiguous().numpy().tobytes() + loss_mask.to(torch.uint8).numpy().tobytes())
             done(1)
-    tokens = sum(info.tokens for info in reader.samples)
     prepared = PrepareReport(
         total=len(reader),
         kept=len(reader),

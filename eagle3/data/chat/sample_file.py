@@ -6,8 +6,6 @@ a sample: where its record begins, and its counts.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Generic, TypeVar, overload
 import numpy
 
 from eagle3.data.chat.report import TokenSample
-from eagle3.files import existing_folder, explained_os_errors
+from eagle3.data.scratch import Scratch
 
-_BUFFER = 1 << 20
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
@@ -26,16 +23,12 @@ Value = TypeVar("Value")
 class SampleFile(Sequence[TokenSample]):
     """Samples in the order in which they were added; each is read again whenever it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, share: Callable[[], float | None] = lambda: None) -> None:
         """Args:
         folder: whose disk holds them; where it is not there yet, or may not be written to, one that is.
+        share: about which share of all samples was added, see `Scratch`.
         """
-        found = existing_folder(folder)
-        self._folder = found if os.access(found, os.W_OK) else Path(tempfile.gettempdir())
-        with explained_os_errors(self._folder):
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 (as long as the object)
-        self._waiting = bytearray()
-        self._begins, self._end = array("Q"), 0
+        self._records = Scratch(folder, share)
         self._id_bytes, self._tokens, self._supervised = array("I"), array("I"), array("I")
         self._sources: dict[str | None, int] = {}
         self._source_names: list[str | None] = []
@@ -45,12 +38,11 @@ class SampleFile(Sequence[TokenSample]):
         """Appends it.
 
         Raises:
-            ProblemsError: kinds `disk.*`; the disk is full, for example.
+            ProblemsError: kind `chat.scratch`, the disk cannot hold them all; kinds `disk.*`, it is full, for example.
         """
         name = sample.id.encode()
         record = name + array("I", sample.input_ids).tobytes() + numpy.packbits(sample.loss_mask).tobytes()
-        self._begins.append(self._end)
-        self._end += len(record)
+        self._records.add(record)
         self._id_bytes.append(len(name))
         self._tokens.append(len(sample.input_ids))
         self._supervised.append(sum(sample.loss_mask))
@@ -58,12 +50,9 @@ class SampleFile(Sequence[TokenSample]):
             self._sources[sample.source] = len(self._source_names)
             self._source_names.append(sample.source)
         self._source_of.append(self._sources[sample.source])
-        self._waiting += record
-        if len(self._waiting) >= _BUFFER:
-            self._flush()
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._records)
 
     @overload
     def __getitem__(self, index: int) -> TokenSample: ...
@@ -73,11 +62,8 @@ class SampleFile(Sequence[TokenSample]):
         if isinstance(index, slice):
             return chosen(self, range(len(self))[index])
         place = range(len(self))[index]
-        self._flush()
         name, tokens = self._id_bytes[place], self._tokens[place]
-        size = name + 4 * tokens + -(-tokens // 8)
-        record = os.pread(self._file.fileno(), size, self._begins[place])
-        assert len(record) == size, "a scratch file without a name is nobody else's to cut"
+        record = self._records.read(place)
         ids = numpy.frombuffer(record, numpy.uint32, tokens, name)
         mask = numpy.unpackbits(numpy.frombuffer(record, numpy.uint8, offset=name + 4 * tokens), count=tokens)
         source = self._source_names[self._source_of[place]]
@@ -85,13 +71,6 @@ class SampleFile(Sequence[TokenSample]):
 
     def __iter__(self) -> Iterator[TokenSample]:
         return (self[index] for index in range(len(self)))
-
-    def _flush(self) -> None:
-        with explained_os_errors(self._folder):
-            rest = memoryview(bytes(self._waiting))
-            while rest:
-                rest = rest[os.pwrite(self._file.fileno(), rest, self._end - len(rest)) :]
-        self._waiting.clear()
 
 
 class Each(Sequence[Value], Generic[Item, Value]):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle3.config import CacheSection, ConversationsConfig, load_config
 from eagle3.data.chat import load_tokenizer, prepare_samples
-from eagle3.data.conversations import load_conversations
+from eagle3.data.conversations import ConversationStream
 from eagle3.data.open_reader import open_reader
 from eagle3.data.show.pieces import ShownSample, shown_sample
 from eagle3.data.store_format import MANIFEST_FILE
@@ -63,12 +63,12 @@ def find_samples(
     else:  # what is wrong with others does not matter
         cfg = cfg.model_copy(update={"skip_bad": True})
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    conversations, dropped = load_conversations(cfg)
-    if sample_id is not None:
-        whole = sample_id.rpartition("#")[0]
-        conversations = [item for item in conversations if item.id in (sample_id, whole)]
-        if not conversations:
-            raise _no_sample(place, sample_id, f"{dropped.total():,} records are bad and were left out")
+    stream = ConversationStream(cfg)
+    wanted = None if sample_id is None else (sample_id, sample_id.rpartition("#")[0])
+    conversations = [item for item in stream if wanted is None or item.id in wanted]
+    dropped = stream.dropped
+    if sample_id is not None and not conversations:
+        raise _no_sample(place, sample_id, f"{dropped.total():,} records are bad and were left out")
     samples, report = prepare_samples(
         tokenizer,
         conversations,

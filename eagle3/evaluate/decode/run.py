@@ -184,7 +184,7 @@ def _kept(
     if cfg.output is None:
         yield _Nowhere()
         return
-    names = [name for prompts in sets for dialogue, _ in prompts.dialogues for name in dialogue.names]
+    names = {name for prompts in sets for dialogue, _ in prompts.dialogues for name in dialogue.names}
     with AnswerFile(Path(cfg.output), _settings(cfg, files, drafter, tokenizer), names) as output:
         yield output
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -86,7 +87,7 @@ async def _work(session: Session, pool: Pool) -> None:
     writer = _Writer(session)
     started = time.monotonic()
     with progress("regenerate", session.missing, "answers") as advance:
-        waiting = iter(list(session.waiting))
+        waiting = iter(array("Q", session.waiting))
         count = min(len(session.waiting), pool.cfg.concurrency * len(pool.servers))
         asking = [_ask_for(session, pool, waiting, writer, advance, started) for _ in range(count)]
         await writer.until(_all(asking))
@@ -108,8 +109,8 @@ async def _ask_for(
 ) -> None:
     """One conversation after the other, each turn after the one before it."""
     for index in waiting:
-        left = len(session.dialogues[index][0].left)
-        while prompt := session.waiting.get(index):
+        left = session.left(index)
+        while prompt := session.prompt(index):
             try:
                 line = await _answer(session, pool, prompt)
             except GivenUpError as error:
@@ -117,14 +118,16 @@ async def _ask_for(
             else:
                 writer.add(line)
                 session.took(index, line)
-            before, left = left, len(session.dialogues[index][0].left) if index in session.waiting else 0
+            before, left = left, session.left(index) if index in session.waiting else 0
             advance(before - left, _note(session, started))
 
 
 async def _answer(session: Session, pool: Pool, prompt: Prompt) -> Line:
     seed = prompt_seed(session.cfg.seed, prompt.id)
     conversation = prompt.conversation
-    asked = Asked(prompt.input_ids, conversation.messages, conversation.tools, session.limit(prompt), seed)
+    asked = Asked(
+        prompt.input_ids, conversation.messages, conversation.tools, session.limit(len(prompt.input_ids)), seed
+    )
     reply = await pool.ask(asked)
     if reply.ids is not None:
         return session.line(prompt, Generated(reply.ids, reply.finish))

@@ -5,18 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import tempfile
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from eagle3.config import ConversationsConfig
-from eagle3.data.chat import TokenSample, prepare_samples, prepare_stream, sample_file, workers
+from eagle3.data import scratch
+from eagle3.data.chat import TokenSample, prepare_samples, prepare_stream, workers
 from eagle3.data.chat.sample_file import Each, SampleFile, chosen
 from eagle3.data.conversations import Conversation, ConversationStream, load_conversations
+from eagle3.data.record_count import expected_records
 from eagle3.errors import ProblemsError
 from eagle3.files import digest_json
 from eagle3.target.identity import ConversationsDigest, conversations_digest
@@ -55,6 +61,42 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ProblemsError) as error:
         found.add(SAMPLES[2])
     assert kinds(error.value) == ["disk.full"]
+
+
+def test_a_disk_that_will_be_full_is_found_before_a_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the file went by when the buffer is full, so all of it needs three times as much."""
+    monkeypatch.setattr(scratch, "_BUFFER", 3000)
+    config = ConversationsConfig(path=str(write(tmp_path / "data.jsonl", 30)))
+    sample = TokenSample("a", [1] * 73, [True] * 73)  # 303 bytes: ten of them fill the buffer
+
+    def fill(free: int) -> SampleFile:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=free))
+        stream = ConversationStream(config)
+        found = SampleFile(tmp_path, stream.share)
+        for _ in stream:
+            found.add(sample)
+        return found
+
+    assert list(fill(10_000)) == [sample] * 30
+    monkeypatch.setattr(os, "pwrite", lambda *_: pytest.fail("wrote to a disk that will be full"))
+    with pytest.raises(ProblemsError, match=r"needs about 0\.01 MiB, 0\.01 MiB are free") as error:
+        fill(9000)
+    assert kinds(error.value) == ["chat.scratch"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "txt", "parquet"])
+def test_the_number_of_records_is_about_known(tmp_path: Path, ending: str) -> None:
+    path, records = tmp_path / f"data.{ending}", [{"id": str(n), "prompt": "x" * (n % 700)} for n in range(9000)]
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    config = ConversationsConfig(path=str(path))
+    assert expected_records(config) == pytest.approx(9000, rel=0.05)
+    assert expected_records(config.model_copy(update={"limit": 5})) == 5
+    assert expected_records(config.model_copy(update={"split": "train"})) is None
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +144,7 @@ def peak(path: Path, cache: Path | None = None) -> int:
 
 def test_memory_does_not_grow_with_the_number_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of 240 tokens takes 4 kB of Python objects when it is rendered; what stays is a few digests."""
-    monkeypatch.setattr(sample_file, "_BUFFER", 1 << 14)
+    monkeypatch.setattr(scratch, "_BUFFER", 1 << 14)
     few, many = (peak(write(tmp_path / f"{count}.jsonl", count)) for count in (500, 3500))
     assert many - few < 400 * 3000
 

@@ -1,10 +1,12 @@
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle3.data import store_format
 from eagle3.data.store import StoreReader, verify
 from eagle3.data.store_format import load_manifest
 from eagle3.data.store_layout import StoreLayout
@@ -171,3 +173,16 @@ def test_an_fp8_store_of_kimis_width_takes_at_most_43_percent_of_bfloat16_with_a
     assert full == 1000 * (4 * 7168 * 2 + 5 + 4)
     assert small == 1000 * (3 * 7168 + 3 * 4 + 5) + 400 * (7168 + 4 + 4)
     assert small <= 0.43 * full
+
+
+def test_a_listed_sample_takes_little_memory() -> None:
+    """A million of them are in memory when a store is opened."""
+    listed = [
+        {"id": f"c{number:07d}", "tokens": 1000, "supervised": 500, "source": f"w{'eb' * 9}"} for number in range(500)
+    ]
+    value = {"file": "shard-00000.safetensors", "bytes": 1, "sha256": "", "samples": json.loads(json.dumps(listed))}
+    tracemalloc.start()
+    shard = store_format._shard(value)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert [sample.to_dict() for sample in shard.samples] == listed and used < 100 * len(listed)
