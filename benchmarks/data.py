@@ -7,8 +7,8 @@
 Prints a JSON line for each kind of conversation. `bare` calls the tokenizer with a list of 1,000 texts at a time, as
 they were rendered beforehand, and does nothing else; `ours` is all of `prepare_samples`: rendering, tokens, masks and
 every check. Both take one process and one thread, by turns, and seconds are those of the processor, for they vary less
-where others use the machine; figures are medians, spread is (max - min) / median, and
-tokens are those of the whole texts. `generation`: the template has `{% generation %}` blocks around all of its output.
+where others use the machine; figures are medians, spread is (max - min) / median, tokens are those of the whole texts,
+and `share` is the median of each run of ours over the bare one just before it. `generation`: the template has `{% generation %}` blocks around all of its output.
 `answer_ids`: only prompts are tokenized, answers are decoded and compared.
 """
 
@@ -101,7 +101,8 @@ def measure(what: str, tokenizer: Tokenizer, given: list[Conversation], repeats:
     for name, found in rates.items():
         values[f"{name}_tokens_per_second"] = round(middle[name])
         values[f"{name}_spread"] = round((max(found) - min(found)) / middle[name], 3)
-    print(json.dumps({**values, "share": round(middle["ours"] / middle["bare"], 3)}), flush=True)
+    shares = [ours / bare for ours, bare in zip(rates["ours"], rates["bare"], strict=True)]
+    print(json.dumps({**values, "share": round(statistics.median(shares), 3)}), flush=True)
 
 
 def bare(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
