@@ -8,8 +8,9 @@ Prints a JSON line for each kind of conversation. `bare` calls the tokenizer wit
 they were rendered beforehand, and does nothing else; `ours` is all of `prepare_samples`: rendering, tokens, masks and
 every check. Both take one process and one thread, by turns, and seconds are those of the processor, for they vary less
 where others use the machine; figures are medians, spread is (max - min) / median, tokens are those of the whole texts,
-and `share` is the median of each run of ours over the bare one just before it. `generation`: the template has `{% generation %}` blocks around all of its output.
-`answer_ids`: only prompts are tokenized, answers are decoded and compared.
+and `share` is the median of each run of ours over the bare one just before it. `generation`: the template has
+`{% generation %}` blocks around all of its output. `answer_ids`: only prompts are tokenized, answers are decoded and
+compared.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3.config import ConversationsConfig
 from eagle3.data.drops import Drops
-from eagle3.data.formats import Faults, Messages, from_json_text, without_nulls
+from eagle3.data.formats import Faults, Messages, from_json_text, not_of_json, without_nulls
 from eagle3.data.formats.alpaca import read_alpaca, read_prompt, read_turns
 from eagle3.data.formats.detect import Claim, choose, family
 from eagle3.data.formats.messages import read_messages
@@ -174,9 +174,12 @@ def _conversation(record: Any, where: str, wanted: str, formats: _Formats) -> Co
     tools, answer_ids = from_json_text(record.get("tools")), from_json_text(record.get("answer_ids"))
     if tools is not None and not isinstance(tools, list):
         faults.append(("tools", f"tools are {type(tools).__name__}, expected a list"))
+    elif foreign := not_of_json(tools):
+        faults.append(("tools", f"tools have a value of type {foreign}, which JSON has not"))
     faults += _answer_faults(answer_ids, messages)
+    content = {"messages": messages, "tools": tools}
     try:
-        identity = record.get("id", digest_json({"messages": messages, "tools": tools}))
+        identity = record.get("id", "?" if not_of_json(content) else digest_json(content))
         f"{identity}{record.get('source')}".encode()
     except UnicodeEncodeError:
         faults.append(("content", "has text that is not Unicode: half of a surrogate pair"))

@@ -59,6 +59,20 @@ class Dialogue:
         self._turns = _turns(conversation, turns)
         self._place = 0
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Dialogue:
+        """What `to_json` gave."""
+        dialogue = object.__new__(cls)
+        dialogue.conversation = Conversation(**found["conversation"])
+        dialogue.messages = found["messages"]
+        dialogue._turns, dialogue._place = found["turns"], found["place"]
+        return dialogue
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        conversation = vars(self.conversation)
+        return {"conversation": conversation, "messages": self.messages, "turns": self._turns, "place": self._place}
+
     @property
     def names(self) -> list[str]:
         """Ids of its answers: the conversation's where there is only one, else `ID#TURN`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+from eagle3.data.conversations import Conversation
 from eagle3.data.scratch import Scratch
 from eagle3.errors import Problem
 from eagle3.target.dialogue import Dialogue, Prompt
@@ -47,7 +49,7 @@ class DialogueFile:
         short = len(prompt.input_ids) <= self._longest
         self._fits.append(short and not met)
         self.too_long += 0 if short or met else len(owners)
-        self._states.append(self._records.add(pickle.dumps(dialogue)))
+        self._states.append(self._put(dialogue.to_json()))
         self._firsts.append(self.put_prompt(prompt))
         self._answers.append(self._answers[-1] + len(owners))
         found = []
@@ -68,11 +70,10 @@ class DialogueFile:
         return (number for number, fits in enumerate(self._fits) if fits)
 
     def __getitem__(self, number: int) -> Dialogue:
-        dialogue: Dialogue = pickle.loads(self._records.read(self._states[number]))  # noqa: S301 (written here)
-        return dialogue
+        return Dialogue.from_json(json.loads(self._records.read(self._states[number])))
 
     def __setitem__(self, number: int, dialogue: Dialogue) -> None:
-        self._states[number] = self._records.add(pickle.dumps(dialogue))
+        self._states[number] = self._put(dialogue.to_json())
 
     def first_prompt(self, number: int) -> int:
         """Number of the prompt of a dialogue's first turn."""
@@ -89,18 +90,21 @@ class DialogueFile:
 
     def put_prompt(self, prompt: Prompt) -> int:
         """Keeps a prompt; returns its number."""
-        self._prompts.append(self._records.add(pickle.dumps(prompt)))
+        self._prompts.append(self._put([vars(prompt.conversation), prompt.input_ids]))
         self._tokens.append(len(prompt.input_ids))
         return len(self._prompts) - 1
 
     def prompt(self, number: int) -> Prompt:
         """A prompt by its number."""
-        prompt: Prompt = pickle.loads(self._records.read(self._prompts[number]))  # noqa: S301 (written here)
-        return prompt
+        conversation, input_ids = json.loads(self._records.read(self._prompts[number]))
+        return Prompt(Conversation(**conversation), input_ids)
 
     def prompt_tokens(self, number: int) -> int:
         """Length of that prompt."""
         return self._tokens[number]
+
+    def _put(self, values: Any) -> int:
+        return self._records.add(json.dumps(values).encode())
 
 
 def _digest(name: str) -> bytes:

@@ -27,3 +27,16 @@ def from_json_text(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def not_of_json(value: Any) -> str | None:
+    """Name of a type in it that JSON has not, such as a date of a Parquet file; None if there is none."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, Mapping):
+        items = [*value, *value.values()]
+    elif isinstance(value, list):
+        items = value
+    else:
+        return type(value).__name__
+    return next((found for item in items if (found := not_of_json(item))), None)

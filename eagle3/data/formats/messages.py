@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3.data.formats import Faults, Messages, from_json_text, without_nulls
+from eagle3.data.formats import Faults, Messages, from_json_text, not_of_json, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -41,6 +41,9 @@ def message_faults(message: dict[str, Any]) -> Faults:
     for key in REASONING_KEYS:
         if not isinstance(message.get(key, ""), str):
             faults.append(("reasoning", f"has {key} of type {type(message[key]).__name__}, expected text"))
+    for key, value in message.items():
+        if foreign := not_of_json(value):
+            faults.append(("value", f"has in {key} a value of type {foreign}, which JSON has not"))
     return faults + _call_faults(message.get("tool_calls", []), role)
 
 

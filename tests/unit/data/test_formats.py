@@ -1,10 +1,12 @@
 """Formats of conversations: what each becomes, which one a record is in, and every way in which a record is bad."""
 
 import csv
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from eagle3.config import ConversationsConfig
@@ -211,6 +213,15 @@ def test_prompts_and_messages_may_share_a_file(tmp_path: Path) -> None:
 )
 def test_a_bad_record_is_refused_for_every_fault(tmp_path: Path, record: Any, found: list[str]) -> None:
     assert faults(tmp_path, record) == found
+
+
+def test_values_that_json_has_not_are_refused_for_every_place(tmp_path: Path) -> None:
+    date = datetime.datetime(2026, 1, 1)
+    record = {"messages": [{**USER, "when": [{"at": date}]}], "tools": [{"since": date}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    with pytest.raises(ProblemsError, match=r"when a value of type datetime") as error:
+        load(str(tmp_path / "a.parquet"))
+    assert kinds(error.value) == ["conversations.value", "conversations.tools"]
 
 
 def test_a_bad_record_is_named_by_its_id_and_counted_by_its_source(tmp_path: Path) -> None:
