@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from eagle3.config import CacheSection, Section, field_help, load_config
+from eagle3.config import CacheSection, ExtractConfig, Section, field_help, load_config
 from eagle3.errors import EXIT_PROBLEMS, ProblemsError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -46,6 +46,12 @@ def cache_section(folder: Path | None, max_bytes: int | None) -> CacheSection | 
         return None
     limit = {} if max_bytes is None else {"max_bytes": max_bytes}
     return CacheSection(folder=str(folder), **limit)
+
+
+def conversations_config(path: Path | None, overrides: list[str] | None) -> ExtractConfig:
+    """The config of an extraction of which only target and conversations are used: the states' layers and place, which
+    it must have elsewhere, may be left out."""
+    return load_config(ExtractConfig, path, overrides or [], {"output": ".", "output_indices": [0]})
 
 
 def run_config(model: type[ConfigT], path: Path | None, overrides: list[str] | None) -> ConfigT:

@@ -17,6 +17,7 @@ from eagle3.cli.common import (
     ConfigFile,
     Overrides,
     cache_section,
+    conversations_config,
     epilog,
     problems_as,
     run_config,
@@ -151,7 +152,7 @@ def data_check(config: ConfigFile = None, overrides: Overrides = None, as_json: 
     from eagle3.target.source import check_data
 
     with problems_as(as_json):
-        report = check_data(run_config(ExtractConfig, config, overrides))
+        report = check_data(conversations_config(config, overrides))
     print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) if as_json else report)
 
 

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from eagle3.cli.common import AsJson, Cache, CacheBytes, ConfigFile, Overrides, cache_section, epilog, run_config
+from eagle3.cli.common import (
+    AsJson,
+    Cache,
+    CacheBytes,
+    ConfigFile,
+    Overrides,
+    cache_section,
+    conversations_config,
+    epilog,
+)
 from eagle3.config import CacheSection, ExtractConfig
 from eagle3.errors import problem_error
 
@@ -46,7 +55,7 @@ def vocab_show(
     if store is not None:
         report = count_dataset(store, sample, seed, cache_section(cache, cache_max_bytes)).report()
     else:
-        report = count_conversations(run_config(ExtractConfig, config, overrides), sample, seed).report()
+        report = count_conversations(conversations_config(config, overrides), sample, seed).report()
     print(json.dumps(report.to_dict(), indent=2) if as_json else report.render())
 
 
@@ -72,7 +81,7 @@ def vocab_make(
     if store is not None:
         counted = count_dataset(store, sample, seed, section)
     else:
-        counted = count_conversations(run_config(ExtractConfig, config, overrides), sample, seed)
+        counted = count_conversations(conversations_config(config, overrides), sample, seed)
     made = counted.choose(size, *chosen)
     made.write(out)
     print(f"{out}: {made.render()}")

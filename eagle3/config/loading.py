@@ -9,7 +9,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +23,16 @@ COMMAND_LINE = "command line"
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
-def load_config(model: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+def load_config(
+    model: type[ConfigT],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> ConfigT:
     """Reads a YAML file (if any), applies `a.b=value` overrides (values are YAML) and validates.
+
+    Args:
+        defaults: values of keys that neither the file nor an override gives.
 
     Raises:
         ProblemsError: every unknown key, wrong type and missing field, with the file's name; `command line` for
@@ -39,6 +47,7 @@ def load_config(model: type[ConfigT], path: str | Path | None, overrides: Sequen
     problems = [problem for item in overrides if (problem := _apply_override(values, item)) is not None]
     if problems:
         raise ProblemsError(problems)
+    values = {**(defaults or {}), **values}
     return build_config(model, values, where, frozenset(item.partition("=")[0] for item in overrides))
 
 

@@ -105,7 +105,8 @@ class ConversationStream:
                 found_any = True
                 yield found
         raise_problems(formats.problems(cfg.path))
-        raise_problems(problems, f"{self.dropped.total()} bad records in {cfg.path}")
+        bad = self.dropped.total()
+        raise_problems(problems, f"{bad} bad record{'' if bad == 1 else 's'} in {cfg.path}")
         if not found_any:
             held = dict(self.dropped.by_reason()) or ""
             raise problem_error(cfg.path, "conversations.empty", f"holds no conversation {held}", "check it")

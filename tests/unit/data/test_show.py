@@ -212,7 +212,7 @@ def test_the_command_writes_a_page_or_prints(
 def test_the_report_of_a_check_is_text_or_json(talks: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(talks).open("a") as handle:
         handle.write('{"id": "bad", "source": "book", "instruction": 3}\n')
-    given = [f"target.path={target}", f"data.path={talks}", "output=o", "output_indices=[1]"]
+    given = [f"target.path={target}", f"data.path={talks}"]
     with pytest.raises(SystemExit) as stop:
         main(["data", "check", *given])
     assert stop.value.code == 2 and "(id 'bad')" in capsys.readouterr().err
