@@ -16,7 +16,7 @@ import httpx
 from eagle3.config import ConversationsConfig, TargetConfig
 from eagle3.data.conversations import load_conversations
 from eagle3.errors import Eagle3Error, problem_error
-from eagle3.files import explained_os_errors
+from eagle3.files import explained_os_errors, readable
 from eagle3.progress import progress
 from eagle3.serve.profile.load import Load, Measured, Prompt, pooled
 from eagle3.serve.profile.server import ProfiledServer, ServerFacts
@@ -187,16 +187,21 @@ def _wait_for(folder: Path, count: int, deadline: float, load: Load) -> list[Pat
 
 
 def _ends(path: Path) -> bool:
-    """Whether a trace is written to its end."""
-    if path.suffix != ".gz":
-        return path.read_bytes()[-64:].rstrip().endswith(b"}")
-    try:
-        with gzip.open(path) as file:
-            while file.read(1 << 20):
-                pass
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        return False
-    return True
+    """Whether a trace is written to its end.
+
+    Raises:
+        ProblemsError: kind `file.unreadable`; it may not be read, say.
+    """
+    with readable(path):
+        if path.suffix != ".gz":
+            return path.read_bytes()[-64:].rstrip().endswith(b"}")
+        try:
+            with gzip.open(path) as file:
+                while file.read(1 << 20):
+                    pass
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            return False
+        return True
 
 
 def _no_trace(folder: Path, options: CaptureOptions, measured: Measured | None) -> Eagle3Error:

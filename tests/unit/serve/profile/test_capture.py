@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import json
 import threading
 import time
@@ -14,7 +16,7 @@ import pytest
 from eagle3.data.chat import load_tokenizer, render_prompt
 from eagle3.errors import ProblemsError
 from eagle3.serve.profile import CaptureOptions, capture, profile_captured, profile_json
-from eagle3.serve.profile.capture import PLAIN
+from eagle3.serve.profile.capture import PLAIN, _ends
 from eagle3.target.tiny import make_tiny_llama
 
 from .cases import TraceBuilder
@@ -245,3 +247,16 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(op
     server.fails_at = 1
     assert refused(server, options) == "server.refused"
     assert list(options.output.iterdir()) == [], "no empty folder is left"
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "a.trace.json.gz"
+    trace.write_bytes(b"\x1f\x8b")
+    assert not _ends(trace)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(gzip, "open", refuse)
+    with pytest.raises(ProblemsError, match=r"file\.unreadable.*a\.trace\.json\.gz.*Permission denied"):
+        _ends(trace)
