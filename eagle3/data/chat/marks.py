@@ -31,7 +31,7 @@ class Marks:
 
     def problems(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str) -> list[Problem]:
         """Every place in messages and tools that spells a control mark."""
-        if self._any is None or not self._any.search("\0".join(_all_texts(messages, tools))):
+        if self._any is None or not self._any.search("\0".join(_texts([messages, tools]))):
             return []  # as most have none: all texts at once, of which none can hold a mark that they do not together
         places: list[tuple[str, Any, re.Pattern[str] | None]] = [
             (f"{where} messages[{number}]", message, self._special if message["role"] == "assistant" else self._any)
@@ -50,17 +50,6 @@ class Marks:
 def _pattern(marks: set[str]) -> re.Pattern[str] | None:
     longest_first = sorted(marks, key=lambda mark: (-len(mark), mark))
     return re.compile("|".join(map(re.escape, longest_first))) if marks else None
-
-
-def _all_texts(messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> Iterator[str]:
-    for message in messages:
-        yield from message
-        for value in message.values():
-            if type(value) is str:
-                yield value
-            else:
-                yield from _texts(value)
-    yield from _texts(tools)
 
 
 def _texts(value: Any) -> Iterator[str]:
