@@ -178,12 +178,13 @@ def _conversation(record: Any, where: str, wanted: str, formats: _Formats) -> Co
     elif foreign := not_of_json(tools):
         faults.append(("tools", f"tools have a value of type {foreign}, which JSON has not"))
     faults += _answer_faults(answer_ids, messages)
-    content = {"messages": messages, "tools": tools}
     try:
-        identity = record.get("id", "?" if not_of_json(content) else digest_json(content))
+        identity = record.get("id", digest_json({"messages": messages, "tools": tools}))
         f"{identity}{record.get('source')}".encode()
     except UnicodeEncodeError:
         faults.append(("content", "has text that is not Unicode: half of a surrogate pair"))
+        identity = "?"
+    except TypeError:  # a value that JSON has not, which is among the faults
         identity = "?"
     if not isinstance(identity, str | int) or identity == "":
         faults.append(("id", f"its id is {identity!r}, expected a text or a number"))
