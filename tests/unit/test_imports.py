@@ -173,3 +173,10 @@ def test_importing_wiring_loads_no_third_party_module() -> None:
 
     assert "eagle3" in loaded
     assert loaded - set(sys.stdlib_module_names) == {"eagle3"}
+
+
+def test_a_training_process_does_not_wait_for_transformers_or_torchs_sharding() -> None:
+    heavy = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp")
+    code = f"import sys, eagle3.train.trainer; print(*(name for name in {heavy} if name in sys.modules))"
+
+    assert in_a_fresh_interpreter(code).split() == []
